@@ -1,0 +1,51 @@
+# Everything runs in .venv, which the first target to need it creates and later ones reuse.
+PYTHON ?= python3
+TORCH  ?= 2.13.0
+VENV   := .venv
+BIN    := $(VENV)/bin
+
+.PHONY: demo test lint bench docs clean help
+help:
+	@echo "make demo   build every mechanism, show what it costs, and decode from its cache"
+	@echo "make test   run the tests"
+	@echo "make lint   ruff, pyright, import-linter"
+	@echo "make bench  measure the layer's mechanisms against the standard one on this machine"
+	@echo "make docs   redraw the drawings and cost tables of docs/mechanisms"
+
+# torch is installed first and pinned: an open range may pull gigabytes of CUDA packages. One that is there is kept.
+$(VENV)/.torch:
+	@test -x $(BIN)/python || { echo "== creating $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); }
+	@if $(BIN)/python -c "import torch" 2>/dev/null; then \
+		echo "== using torch $$($(BIN)/python -c 'import torch; print(torch.__version__)') already in $(VENV)"; \
+	else echo "== installing torch $(TORCH) into $(VENV)"; $(BIN)/pip install --quiet --disable-pip-version-check torch==$(TORCH); fi
+	@touch $@
+
+$(VENV)/.qklab: $(VENV)/.torch pyproject.toml
+	@echo "== installing qklab into $(VENV)"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.qklab pyproject.toml
+	@echo "== installing the test and lint tools into $(VENV)"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+demo: $(VENV)/.qklab
+	@echo "== qklab demo: every mechanism, its cost, and cached decoding against the full forward"
+	@$(BIN)/qklab demo
+
+test: $(VENV)/.dev
+	@echo "== running the tests"
+	@$(BIN)/python -m pytest -q -n auto $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev
+	@echo "== ruff"; $(BIN)/ruff check . && $(BIN)/ruff format --check .
+	@echo "== pyright"; PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --warnings
+	@echo "== import-linter"; $(BIN)/lint-imports
+
+bench: $(VENV)/.qklab
+	@echo "== measuring attention layers on this machine"
+	@$(BIN)/python benchmarks/layer.py $(BENCH_ARGS)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache build dist

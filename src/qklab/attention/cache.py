@@ -1,0 +1,162 @@
+"""What decoding keeps of past tokens: exactly the tensors the spec needs, preallocated, and not a byte more.
+
+A cache starts with room for `tokens` tokens. Filled beyond that it grows, over-allocating by at most half
+(`spare_bytes` says by how much), or with `grow=False` refuses before anything is written.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from qklab.attention.spec import AttentionSpec
+
+
+class Cache:
+    """Past tokens of one layer: one tensor [batch, capacity, heads, width] per thing remembered."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        batch: int,
+        tokens: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        grow: bool = True,
+        left_padding: Tensor | None = None,
+    ):
+        if batch < 1 or tokens < 0:
+            raise ValueError(f"a cache needs batch ≥ 1 and tokens ≥ 0, but batch={batch} and tokens={tokens} came.")
+        if not spec.causal:
+            raise ValueError("only causal attention can be cached, but the spec says causal=False.")
+        heads = self.heads(spec)
+        self.tensors = [
+            torch.zeros(batch, tokens, heads, width // heads, dtype=dtype, device=device) for width in self.widths(spec)
+        ]
+        self.length = 0
+        self.grow = grow
+        self.left_padding = None if left_padding is None else checked_padding(left_padding, batch).to(device)
+
+    @staticmethod
+    def widths(spec: AttentionSpec) -> tuple[int, ...]:
+        """Elements per token of each tensor."""
+        raise NotImplementedError
+
+    @staticmethod
+    def heads(spec: AttentionSpec) -> int:
+        return spec.kv_heads
+
+    @property
+    def batch(self) -> int:
+        return self.tensors[0].shape[0]
+
+    @property
+    def capacity(self) -> int:
+        """Tokens there is room for."""
+        return self.tensors[0].shape[1]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes this cache owns, filled or not."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors)
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes owned but not filled."""
+        return self.bytes * (self.capacity - self.length) // max(self.capacity, 1)
+
+    def append(self, *new: Tensor) -> list[Tensor]:
+        """Remember new tokens [B, T, heads, width] and return everything remembered [B, length, heads, width]."""
+        batch, tokens = new[0].shape[:2]
+        if batch != self.batch:
+            raise ValueError(f"the cache holds {self.batch} sequences, but {batch} came; make one with batch={batch}.")
+        end = self.length + tokens
+        if end > self.capacity:
+            if not self.grow:
+                raise ValueError(
+                    f"the cache has room for {self.capacity} tokens and holds {self.length}, but {tokens} more came; "
+                    f"make it with tokens={end} or grow=True."
+                )
+            self.reserve(max(end, self.capacity + self.capacity // 2))
+        for tensor, value in zip(self.tensors, new, strict=True):
+            tensor[:, self.length : end] = value
+        self.length = end
+        return self.read()
+
+    def read(self) -> list[Tensor]:
+        return [tensor[:, : self.length] for tensor in self.tensors]
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for `tokens` tokens in all, keeping what is there."""
+        if tokens <= self.capacity:
+            return
+        for i, tensor in enumerate(self.tensors):
+            larger = tensor.new_zeros(tensor.shape[0], tokens, *tensor.shape[2:])
+            larger[:, : self.length] = tensor[:, : self.length]
+            self.tensors[i] = larger
+
+    def crop(self, length: int) -> None:
+        """Forget all but the first `length` tokens (speculative decoding rejects the rest)."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"a cache of {self.length} tokens cannot be cropped to {length}.")
+        self.length = length
+
+    def reorder(self, rows: Tensor) -> None:
+        """Row i becomes what row rows[i] was (beam search); rows may repeat and their number may differ."""
+        rows = rows.to(self.tensors[0].device)
+        if rows.dim() != 1 or len(rows) == 0 or rows.is_floating_point():
+            raise ValueError(
+                f"rows must be a non-empty vector of row numbers, but {tuple(rows.shape)} {rows.dtype} came."
+            )
+        if int(rows.min()) < 0 or int(rows.max()) >= self.batch:
+            raise ValueError(f"rows must lie between 0 and {self.batch - 1}, but {rows.tolist()} came.")
+        self.tensors = [tensor.index_select(0, rows) for tensor in self.tensors]
+        if self.left_padding is not None:
+            self.left_padding = self.left_padding.index_select(0, rows)
+
+
+class KeyValueCache(Cache):
+    """Keys and values: 2GD elements per token."""
+
+    @staticmethod
+    def widths(spec: AttentionSpec) -> tuple[int, ...]:
+        return (spec.kv_heads * spec.head_width,) * 2
+
+
+class SharedCache(Cache):
+    """Keys that are also the values: GD elements per token."""
+
+    @staticmethod
+    def widths(spec: AttentionSpec) -> tuple[int, ...]:
+        return (spec.kv_heads * spec.head_width,)
+
+
+class LatentCache(Cache):
+    """MLA's latent and the rotary key all heads share: d_c + d_rope elements per token."""
+
+    @staticmethod
+    def widths(spec: AttentionSpec) -> tuple[int, ...]:
+        assert spec.latent is not None
+        return (spec.latent.kv_rank + spec.latent.rope_width,)
+
+    @staticmethod
+    def heads(spec: AttentionSpec) -> int:
+        return 1
+
+
+def cache_class(spec: AttentionSpec) -> type[Cache]:
+    if spec.latent is not None:
+        return LatentCache
+    return SharedCache if spec.key_is_value else KeyValueCache
+
+
+def checked_padding(left_padding: Tensor, batch: int) -> Tensor:
+    """Left padding: how many leading tokens of each row are not text, [batch]."""
+    if left_padding.shape != (batch,) or left_padding.is_floating_point() or bool((left_padding < 0).any()):
+        raise ValueError(
+            f"left_padding must be {batch} whole numbers ≥ 0, one per row, but {left_padding.tolist()} came."
+        )
+    return left_padding

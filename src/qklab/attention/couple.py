@@ -1,0 +1,427 @@
+"""Stage 2, couple: let the query and the key of one token evolve together before they are compared.
+
+Every map acts on q [B, T, H, D] and k [B, T, G, D] of the same token, so it never looks across tokens. Inside, heads
+are grouped as q [B, T, G, R, D] and k [B, T, G, 1, D] with R = H/G: a query head meets its group's key by
+broadcasting, and the key meets the mean q̄ of its group's query heads.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from qklab.attention.spec import AttentionSpec, CouplingSpec
+
+
+def uniform_(tensor: Tensor, fan_in: int, generator: torch.Generator | None) -> None:
+    """torch's default for linear layers: U(−1/√fan_in, 1/√fan_in)."""
+    bound = 1 / math.sqrt(fan_in)
+    with torch.no_grad():
+        tensor.copy_(torch.empty(tensor.shape).uniform_(-bound, bound, generator=generator))
+
+
+class HeadLinear(nn.Module):
+    """y = W x + b on the last axis: one W for all heads, or without bias one per key head.
+
+    x [B, T, G, R, inner] → [B, T, G, R, outer].
+    """
+
+    def __init__(self, inner: int, outer: int, heads: int | None):
+        super().__init__()
+        shape = (outer, inner) if heads is None else (heads, outer, inner)
+        self.weight = nn.Parameter(torch.empty(shape))
+        self.bias = nn.Parameter(torch.empty(outer)) if heads is None else None
+        self.reset()
+
+    def reset(self, generator: torch.Generator | None = None) -> None:
+        uniform_(self.weight, self.weight.shape[-1], generator)
+        if self.bias is not None:
+            uniform_(self.bias, self.weight.shape[-1], generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight.dim() == 2:
+            return F.linear(x, self.weight, self.bias)
+        return torch.einsum("btgri,goi->btgro", x, self.weight)
+
+    @staticmethod
+    def parameters_of(inner: int, outer: int, heads: int | None) -> int:
+        return inner * outer + outer if heads is None else heads * inner * outer
+
+
+class MLPForce(nn.Module):
+    """f(u) = W2 silu(W1 u + b1) + b2, width h."""
+
+    def __init__(self, head_width: int, force_width: int, heads: int | None):
+        super().__init__()
+        self.inner = HeadLinear(head_width, force_width, heads)
+        self.outer = HeadLinear(force_width, head_width, heads)
+
+    def forward(self, u: Tensor) -> Tensor:
+        return self.outer(F.silu(self.inner(u)))
+
+    @staticmethod
+    def parameters_of(head_width: int, force_width: int, heads: int | None) -> int:
+        count = HeadLinear.parameters_of
+        return count(head_width, force_width, heads) + count(force_width, head_width, heads)
+
+
+class GradientForce(nn.Module):
+    """f(u) = −∇U(u) = −W1ᵀ(a ⊙ σ'(W1 u + b)) of the potential U(u) = Σ_i a_i σ(w_i·u + b_i), σ = softplus."""
+
+    def __init__(self, head_width: int, force_width: int, heads: int | None):
+        super().__init__()
+        self.inner = HeadLinear(head_width, force_width, heads)
+        shape = (force_width,) if heads is None else (heads, 1, force_width)
+        self.amplitude = nn.Parameter(torch.empty(shape))
+        self.reset()
+
+    def reset(self, generator: torch.Generator | None = None) -> None:
+        uniform_(self.amplitude, self.amplitude.shape[-1], generator)
+
+    def forward(self, u: Tensor) -> Tensor:
+        pull = (self.amplitude * torch.sigmoid(self.inner(u))).to(u.dtype)
+        if self.inner.weight.dim() == 2:
+            return -F.linear(pull, self.inner.weight.mT)
+        return -torch.einsum("btgro,goi->btgri", pull, self.inner.weight)
+
+    def potential(self, u: Tensor) -> Tensor:
+        """U(u): [..., D] → [...]."""
+        return (self.amplitude * F.softplus(self.inner(u))).sum(-1)
+
+    @staticmethod
+    def parameters_of(head_width: int, force_width: int, heads: int | None) -> int:
+        return HeadLinear.parameters_of(head_width, force_width, heads) + force_width * (heads or 1)
+
+
+FORCES = {"mlp": MLPForce, "gradient": GradientForce}
+
+
+class Coupling(nn.Module):
+    """A map (q, k) → (q⁺, k⁺), n steps with shared parameters. Leaves define `flow`, and `unflow` where it exists."""
+
+    invertible: ClassVar[bool] = False
+    stepped: ClassVar[bool] = True  # has a learned step size δ
+    forced: ClassVar[bool] = True  # moved by a force network of a chosen width
+    formula: ClassVar[str]
+
+    def __init__(self, spec: AttentionSpec):
+        super().__init__()
+        coupling = of(spec)
+        self.kv_heads = spec.kv_heads
+        self.steps = coupling.steps
+        if self.stepped:
+            self.initial_step = 0.0 if coupling.init == "identity" else coupling.step_size
+            shape = () if coupling.step_sharing == "per-layer" else (spec.kv_heads, 1, 1)
+            self.step = nn.Parameter(torch.full(shape, self.initial_step))
+
+    def reset(self, generator: torch.Generator | None = None) -> None:
+        if self.stepped:
+            nn.init.constant_(self.step, self.initial_step)
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q [B, T, H, D], k [B, T, G, D] → the same shapes."""
+        q, k = self.flow(q.unflatten(2, (self.kv_heads, -1)), k.unsqueeze(3))
+        return q.flatten(2, 3), k.squeeze(3)
+
+    def inverse(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """The (q, k) that `forward` maps to these, exact up to rounding times the map's condition number."""
+        if not self.invertible:
+            raise ValueError(f"{type(self).__name__} has no closed-form inverse; use one of {', '.join(invertible())}.")
+        q, k = self.unflow(q.unflatten(2, (self.kv_heads, -1)), k.unsqueeze(3))
+        return q.flatten(2, 3), k.squeeze(3)
+
+    def log_det(self, q: Tensor, k: Tensor) -> Tensor:
+        """log |det ∂(q⁺, k⁺)/∂(q, k)| per key head and its query heads: [B, T, G]."""
+        if not self.invertible:
+            raise ValueError(f"{type(self).__name__} has no log-determinant; use one of {', '.join(invertible())}.")
+        return self.flow_log_det(q.unflatten(2, (self.kv_heads, -1)), k.unsqueeze(3))
+
+    def flow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def unflow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def flow_log_det(self, q: Tensor, k: Tensor) -> Tensor:
+        """Shears keep volume; maps that stretch override this."""
+        return q.new_zeros(q.shape[:3])
+
+    def scaled(self, u: Tensor, share: float = 1.0) -> Tensor:
+        """share · δ u in u's precision (a δ per head is a float32 tensor that would promote a bf16 u)."""
+        return (share * self.step * u).to(u.dtype)
+
+    @classmethod
+    def parameters_of(cls, spec: AttentionSpec) -> int:
+        coupling = of(spec)
+        steps = {"per-layer": 1, "per-head": spec.kv_heads}[coupling.step_sharing] if cls.stepped else 0
+        return steps + cls.map_parameters(spec, coupling)
+
+    @classmethod
+    def flops(cls, spec: AttentionSpec, context: int) -> int:
+        """Matrix products per token."""
+        return 2 * cls.map_products(spec, of(spec))
+
+    @classmethod
+    def map_parameters(cls, spec: AttentionSpec, coupling: CouplingSpec) -> int:
+        return FORCES[coupling.force].parameters_of(spec.head_width, width_of(spec), heads_of(spec))
+
+    @classmethod
+    def map_products(cls, spec: AttentionSpec, coupling: CouplingSpec) -> int:
+        """Multiply-adds per token: evaluations × key heads × the two layers of the force."""
+        return cls.evaluations(coupling.steps) * spec.kv_heads * 2 * spec.head_width * width_of(spec)
+
+    @staticmethod
+    def evaluations(steps: int) -> int:
+        """How often the force is evaluated in `steps` steps."""
+        return steps
+
+
+def group_mean(q: Tensor) -> Tensor:
+    """q̄, what the key sees: q [B, T, G, R, D] → [B, T, G, 1, D]."""
+    return q if q.shape[3] == 1 else q.mean(3, keepdim=True)
+
+
+def stretched(u: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """u ⊙ exp(scale) + shift in u's precision (autocast computes exp in float32)."""
+    return (u * scale.exp() + shift).to(u.dtype)
+
+
+class Forced(Coupling):
+    """Coupling through one force f, evaluated on q̄."""
+
+    def __init__(self, spec: AttentionSpec):
+        super().__init__(spec)
+        self.force = FORCES[of(spec).force](spec.head_width, width_of(spec), heads_of(spec))
+
+
+class Euler(Forced):
+    """q⁺ = q + δ k ; k⁺ = k + δ f(q), the old q in both."""
+
+    formula = "q⁺ = q + δ k ; k⁺ = k + δ f(q)"
+
+    def flow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        for _ in range(self.steps):
+            q, k = q + self.scaled(k), k + self.scaled(self.force(group_mean(q)))
+        return q, k
+
+
+class SymplecticEuler(Forced):
+    """k⁺ = k + δ f(q) ; q⁺ = q + δ k⁺. Two shears: invertible, det J = 1."""
+
+    invertible = True
+    formula = "k⁺ = k + δ f(q) ; q⁺ = q + δ k⁺"
+
+    def flow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        for _ in range(self.steps):
+            k = k + self.scaled(self.force(group_mean(q)))
+            q = q + self.scaled(k)
+        return q, k
+
+    def unflow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        for _ in range(self.steps):
+            q = q - self.scaled(k)
+            k = k - self.scaled(self.force(group_mean(q)))
+        return q, k
+
+
+class Leapfrog(Forced):
+    """k½ = k + δ/2 f(q) ; q⁺ = q + δ k½ ; k⁺ = k½ + δ/2 f(q⁺). Neighbouring half kicks share one evaluation of f."""
+
+    invertible = True
+    formula = "k½ = k + δ/2 f(q) ; q⁺ = q + δ k½ ; k⁺ = k½ + δ/2 f(q⁺)"
+
+    def flow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return self.drift(q, k, sign=1.0)
+
+    def unflow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return self.drift(q, k, sign=-1.0)  # leapfrog run backwards in time is its own inverse
+
+    def drift(self, q: Tensor, k: Tensor, sign: float) -> tuple[Tensor, Tensor]:
+        k = k + self.scaled(self.force(group_mean(q)), sign / 2)
+        for step in range(self.steps):
+            q = q + self.scaled(k, sign)
+            kick = sign if step < self.steps - 1 else sign / 2
+            k = k + self.scaled(self.force(group_mean(q)), kick)
+        return q, k
+
+    @staticmethod
+    def evaluations(steps: int) -> int:
+        return steps + 1
+
+
+class Affine(Coupling):
+    """q⁺ = q ⊙ exp(s1(k)) + t1(k) ; k⁺ = k ⊙ exp(s2(q⁺)) + t2(q⁺), s = s_max tanh(raw).
+
+    (s, t) of one side come from one two-layer network whose last layer starts at zero: the identity map.
+    """
+
+    invertible = True
+    stepped = False
+    formula = "q⁺ = q ⊙ exp(s₁(k)) + t₁(k) ; k⁺ = k ⊙ exp(s₂(q⁺)) + t₂(q⁺)"
+
+    def __init__(self, spec: AttentionSpec):
+        super().__init__(spec)
+        head_width, force_width, heads = spec.head_width, width_of(spec), heads_of(spec)
+        self.scale_limit = of(spec).scale_limit
+        self.query_inner = HeadLinear(head_width, force_width, heads)
+        self.query_outer = HeadLinear(force_width, 2 * head_width, heads)
+        self.key_inner = HeadLinear(head_width, force_width, heads)
+        self.key_outer = HeadLinear(force_width, 2 * head_width, heads)
+        self.reset()
+
+    def reset(self, generator: torch.Generator | None = None) -> None:
+        for parameter in [*self.query_outer.parameters(), *self.key_outer.parameters()]:
+            nn.init.zeros_(parameter)
+
+    def query_map(self, k: Tensor) -> tuple[Tensor, Tensor]:
+        raw, shift = self.query_outer(F.silu(self.query_inner(k))).chunk(2, -1)
+        return self.scale_limit * torch.tanh(raw), shift
+
+    def key_map(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        raw, shift = self.key_outer(F.silu(self.key_inner(group_mean(q)))).chunk(2, -1)
+        return self.scale_limit * torch.tanh(raw), shift
+
+    def flow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        for _ in range(self.steps):
+            q = stretched(q, *self.query_map(k))
+            k = stretched(k, *self.key_map(q))
+        return q, k
+
+    def unflow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        for _ in range(self.steps):
+            scale, shift = self.key_map(q)
+            k = ((k - shift) * (-scale).exp()).to(k.dtype)
+            scale, shift = self.query_map(k)
+            q = ((q - shift) * (-scale).exp()).to(q.dtype)
+        return q, k
+
+    def flow_log_det(self, q: Tensor, k: Tensor) -> Tensor:
+        """Σ over steps of R · Σ s1 + Σ s2."""
+        total = q.new_zeros(q.shape[:3])
+        for _ in range(self.steps):
+            scale, shift = self.query_map(k)
+            total = total + q.shape[3] * scale.sum((-2, -1))
+            q = stretched(q, scale, shift)
+            scale, shift = self.key_map(q)
+            total = total + scale.sum((-2, -1))
+            k = stretched(k, scale, shift)
+        return total
+
+    @classmethod
+    def map_parameters(cls, spec: AttentionSpec, coupling: CouplingSpec) -> int:
+        D, h, heads = spec.head_width, width_of(spec), heads_of(spec)
+        return 2 * (HeadLinear.parameters_of(D, h, heads) + HeadLinear.parameters_of(h, 2 * D, heads))
+
+    @classmethod
+    def map_products(cls, spec: AttentionSpec, coupling: CouplingSpec) -> int:
+        return coupling.steps * spec.kv_heads * 2 * 3 * spec.head_width * width_of(spec)
+
+
+class Uncoupled(Coupling):
+    """q⁺ = q + δ g(q) ; k⁺ = k + δ f(k). The control: the same capacity (width h/2 each), no coupling."""
+
+    formula = "q⁺ = q + δ g(q) ; k⁺ = k + δ f(k)"
+
+    def __init__(self, spec: AttentionSpec):
+        super().__init__(spec)
+        force = FORCES[of(spec).force]
+        self.query_force = force(spec.head_width, width_of(spec) // 2, heads_of(spec))
+        self.key_force = force(spec.head_width, width_of(spec) // 2, heads_of(spec))
+
+    def flow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        for _ in range(self.steps):
+            q, k = q + self.scaled(self.query_force(q)), k + self.scaled(self.key_force(k))
+        return q, k
+
+    @classmethod
+    def map_parameters(cls, spec: AttentionSpec, coupling: CouplingSpec) -> int:
+        return 2 * FORCES[coupling.force].parameters_of(spec.head_width, width_of(spec) // 2, heads_of(spec))
+
+    @classmethod
+    def map_products(cls, spec: AttentionSpec, coupling: CouplingSpec) -> int:
+        return coupling.steps * (spec.query_heads + spec.kv_heads) * 2 * spec.head_width * (width_of(spec) // 2)
+
+
+class Linear(Coupling):
+    """k⁺ = k + δ A q ; q⁺ = q + δ k⁺. The control that folds exactly into new W_q, W_k: only a reparametrisation."""
+
+    invertible = True
+    forced = False
+    formula = "k⁺ = k + δ A q ; q⁺ = q + δ k⁺"
+
+    def __init__(self, spec: AttentionSpec):
+        super().__init__(spec)
+        shape = (spec.head_width, spec.head_width)
+        self.matrix = nn.Parameter(torch.empty(shape if heads_of(spec) is None else (spec.kv_heads, *shape)))
+        self.reset()
+
+    def reset(self, generator: torch.Generator | None = None) -> None:
+        super().reset()
+        uniform_(self.matrix, self.matrix.shape[-1], generator)
+
+    def pull(self, q: Tensor) -> Tensor:
+        if self.matrix.dim() == 2:
+            return F.linear(group_mean(q), self.matrix)
+        return torch.einsum("btgri,goi->btgro", group_mean(q), self.matrix)
+
+    def flow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        for _ in range(self.steps):
+            k = k + self.scaled(self.pull(q))
+            q = q + self.scaled(k)
+        return q, k
+
+    def unflow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        for _ in range(self.steps):
+            q = q - self.scaled(k)
+            k = k - self.scaled(self.pull(q))
+        return q, k
+
+    @classmethod
+    def map_parameters(cls, spec: AttentionSpec, coupling: CouplingSpec) -> int:
+        return (heads_of(spec) or 1) * spec.head_width**2
+
+    @classmethod
+    def map_products(cls, spec: AttentionSpec, coupling: CouplingSpec) -> int:
+        return coupling.steps * spec.kv_heads * spec.head_width**2
+
+
+COUPLINGS: dict[str, type[Coupling]] = {
+    "euler": Euler,
+    "symplectic-euler": SymplecticEuler,
+    "leapfrog": Leapfrog,
+    "affine": Affine,
+    "uncoupled": Uncoupled,
+    "linear": Linear,
+}
+
+
+def invertible() -> list[str]:
+    return [name for name, kind in COUPLINGS.items() if kind.invertible]
+
+
+def of(spec: AttentionSpec) -> CouplingSpec:
+    if spec.coupling is None:
+        raise ValueError("this spec has no coupling; give it coupling=CouplingSpec(kind=…).")
+    return spec.coupling
+
+
+def heads_of(spec: AttentionSpec) -> int | None:
+    """How many forces there are: None for one shared by all heads of the layer, else one per key head."""
+    return None if of(spec).force_sharing == "per-layer" else spec.kv_heads
+
+
+def width_of(spec: AttentionSpec) -> int:
+    """h, the force's hidden width: as given, or D for a layer's mlp force and 8 for a head's; twice that for a gradient
+    force (one matrix instead of two) and for affine."""
+    coupling = of(spec)
+    if coupling.force_width is not None:
+        return coupling.force_width
+    width = spec.head_width if coupling.force_sharing == "per-layer" else 8
+    if coupling.force == "gradient" or coupling.kind == "affine":
+        return 2 * width
+    return max(2, width - width % 2) if coupling.kind == "uncoupled" else width

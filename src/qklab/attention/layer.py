@@ -1,0 +1,117 @@
+"""Attention: the five stages in order."""
+
+import torch
+from torch import Tensor, nn
+
+from qklab.attention.cache import Cache, cache_class
+from qklab.attention.couple import COUPLINGS, Linear
+from qklab.attention.norm import QKNorm
+from qklab.attention.places import Places, locate
+from qklab.attention.project import Projection
+from qklab.attention.spec import AttentionSpec
+
+
+class Attention(nn.Module):
+    """y = W_o mix(rotate(normalise(couple(project(x))))), each stage as `spec` chooses.
+
+    `layer`, counted from 0, sets λ_init of differential attention.
+    """
+
+    def __init__(self, spec: AttentionSpec, layer: int = 0):
+        super().__init__()
+        self.spec = spec
+        self.layer = layer
+        self.project = spec.projection(spec)
+        self.normalise = QKNorm(spec) if spec.norm == "qk" else None
+        self.rotate = spec.rotation(spec)
+        self.mix = spec.mixing(spec, layer)
+        self.output = nn.Linear(spec.heads * spec.head_width, spec.width, bias=spec.bias)
+        # built last, so that under one seed a layer with coupling draws the same other weights as one without
+        self.couple = COUPLINGS[spec.coupling.kind](spec) if spec.coupling is not None else None
+
+    def forward(
+        self, x: Tensor, *, segments: Tensor | None = None, cache: Cache | None = None, places: Places | None = None
+    ) -> Tensor:
+        """x [B, T, width] → [B, T, width].
+
+        `segments` [B, T] packs several texts into a row: attention stays inside runs of equal ids. With `cache`, x
+        follows what the cache holds and is added to it. `places`, from `self.locate`, is for callers that share it.
+        """
+        places = self.locate(x, segments, cache) if places is None else places
+        q, k, v = self.project(x)
+        if self.couple is not None:
+            q, k = self.couple(q, k)
+        if self.normalise is not None:
+            q, k = self.normalise(q, k)
+        q, k = self.rotate(q, k, places)
+        if cache is not None:
+            k, v = remember(cache, k, v)
+        k, v = self.rotate.read(k, v, places)
+        o = self.mix(q, k, v, x, places, self.rotate.bias(places))
+        o = self.mix.finish(self.rotate.undo(o, places))
+        return self.output(o.flatten(2))
+
+    def locate(self, x: Tensor, segments: Tensor | None = None, cache: Cache | None = None) -> Places:
+        """Positions, mask and angles for x [B, T, width]; the same for every layer of one spec."""
+        if x.dim() != 3 or x.shape[-1] != self.spec.width:
+            raise ValueError(f"x must have shape [batch, tokens, {self.spec.width}], but {list(x.shape)} came.")
+        check_packing(x.shape[:2], segments, cache)
+        return locate(self.spec, x, segments, cache)
+
+    def new_cache(
+        self,
+        batch: int,
+        tokens: int,
+        dtype: torch.dtype | None = None,
+        *,
+        grow: bool = True,
+        left_padding: Tensor | None = None,
+    ) -> Cache:
+        """An empty cache with room for `tokens` tokens, in the layer's own precision unless `dtype` says otherwise.
+
+        `left_padding` [batch] says how many leading tokens of each row are padding.
+        """
+        weight = self.output.weight
+        return cache_class(self.spec)(
+            self.spec, batch, tokens, dtype or weight.dtype, weight.device, grow=grow, left_padding=left_padding
+        )
+
+    @torch.no_grad()
+    def fold(self) -> "Attention":
+        """A plain layer with the same outputs: `linear` coupling maps q and k linearly, so it goes into W_q and W_k.
+
+        (Q=K,V) folds to (Q,K,V) and (Q=K=V) to (Q,K=V), since the folded query and key differ.
+        """
+        if not isinstance(self.couple, Linear) or not isinstance(self.project, Projection):
+            raise ValueError(
+                f"only coupling kind='linear' folds into the projections, but this layer is {self.spec.name}."
+            )
+        plain = Attention(self.spec.replace(coupling=None, share=self.project.folds_to), self.layer)
+        plain.to(self.output.weight)
+        own = {name: value for name, value in self.state_dict().items() if not name.startswith("couple.")}
+        plain.load_state_dict(own, strict=False)
+        assert isinstance(plain.project, Projection)
+        plain.project.set_columns(*self.couple(*self.project.columns()))
+        return plain
+
+    def extra_repr(self) -> str:
+        return self.spec.name
+
+
+def remember(cache: Cache, k: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Everything the cache now holds: keys and, where they are separate, values."""
+    if v is None:
+        return cache.append(k)[0], None
+    keys, values = cache.append(k, v)
+    return keys, values
+
+
+def check_packing(shape: torch.Size, segments: Tensor | None, cache: Cache | None) -> None:
+    if segments is None:
+        return
+    if cache is not None:
+        raise ValueError("segments and a cache exclude each other; decode packed texts as separate rows.")
+    if segments.shape != shape or segments.is_floating_point():
+        raise ValueError(
+            f"segments must be whole numbers of shape {list(shape)}, but {segments.dtype} {list(segments.shape)} came."
+        )

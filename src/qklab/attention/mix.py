@@ -1,0 +1,203 @@
+"""Stage 5, mix: scores, softmax, and the weighted sum of values.
+
+A mix takes q [B, T, H, D], keys and values [B, S, G, D] and the layer's input x [B, T, width], and returns the heads'
+outputs [B, T, H, D]. `finish` is what remains to be done after stage 4 has taken its rotation back out.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qklab.attention.places import Places
+
+if TYPE_CHECKING:
+    from qklab.attention.spec import AttentionSpec
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, places: Places, bias: Tensor | None = None) -> Tensor:
+    """softmax(scale · q kᵀ + bias) v, masked as `places` says: q [B, T, H, ·], k, v [B, S, G, ·] → [B, T, H, ·].
+
+    Query head h reads key/value head ⌊h·G/H⌋.
+    """
+    mask = places.mask
+    if bias is not None:
+        bias = bias.to(q.dtype)
+        mask = bias if mask is None else bias.masked_fill(~mask, -math.inf)
+    o = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.to(q.dtype).transpose(1, 2),
+        v.to(q.dtype).transpose(1, 2),
+        attn_mask=mask,
+        is_causal=places.causal,
+        scale=scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return o.transpose(1, 2)
+
+
+class Softmax(nn.Module):
+    """o = softmax(q kᵀ/√D) v."""
+
+    formula: ClassVar[str] = "o = softmax(q kᵀ/√D) v"
+    query_factor: ClassVar[int] = 1  # query heads per output head
+
+    def __init__(self, spec: AttentionSpec, layer: int):
+        super().__init__()
+        self.scale = 1 / math.sqrt(spec.head_width)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, places: Places, bias: Tensor | None) -> Tensor:
+        return attend(q, k, v, self.scale, places, bias)
+
+    def finish(self, o: Tensor) -> Tensor:
+        return o
+
+    @classmethod
+    def parameters_of(cls, spec: AttentionSpec) -> int:
+        return 0
+
+    @classmethod
+    def flops(cls, spec: AttentionSpec, context: int) -> int:
+        return 4 * context * spec.query_heads * spec.head_width
+
+
+class Differential(Softmax):
+    """v1: o = (softmax₁ − λ softmax₂) V for a pair of heads, V of width 2D; then RMSNorm per pair, times 1 − λ_init.
+
+    λ = exp(λq1·λk1) − exp(λq2·λk2) + λ_init, λ_init = 0.8 − 0.6 exp(−0.3·layer). Key/value heads 2g and 2g+1 form a
+    pair; so do the r-th query heads of their two groups. A value pair is [v_2g ; v_2g+1].
+    """
+
+    formula = "o = (softmax(q₁k₁ᵀ/√D) − λ softmax(q₂k₂ᵀ/√D)) [v₁;v₂] ; o ← (1−λ_init)·norm(o)"
+    eps: ClassVar[float] = 1e-5
+
+    def __init__(self, spec: AttentionSpec, layer: int):
+        super().__init__(spec, layer)
+        self.pairs, self.groups = spec.kv_heads // 2, spec.heads // spec.kv_heads
+        self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * layer)
+        self.query_lambdas = nn.Parameter(torch.empty(2, spec.head_width))
+        self.key_lambdas = nn.Parameter(torch.empty(2, spec.head_width))
+        self.gain = nn.Parameter(torch.ones(2 * spec.head_width)) if spec.differential_gain else None
+        self.reset()
+
+    def reset(self, generator: torch.Generator | None = None) -> None:
+        for lambdas in (self.query_lambdas, self.key_lambdas):
+            with torch.no_grad():
+                lambdas.copy_(torch.empty(lambdas.shape).normal_(0, 0.1, generator=generator))
+        if self.gain is not None:
+            nn.init.ones_(self.gain)
+
+    def weight(self) -> Tensor:
+        """λ, a scalar."""
+        first, second = (self.query_lambdas * self.key_lambdas).sum(-1).exp().unbind()
+        return first - second + self.lambda_init
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, places: Places, bias: Tensor | None) -> Tensor:
+        value = v.unflatten(2, (self.pairs, 2)).flatten(3)  # [B, S, G/2, 2D]
+        value = value.repeat_interleave(2, 2)  # both key heads of a pair weigh the same value
+        o = attend(q, k, value, self.scale, places, bias)  # [B, T, H, 2D]
+        o = o.unflatten(2, (self.pairs, 2, self.groups))
+        o = o[:, :, :, 0] - (self.weight() * o[:, :, :, 1]).to(o.dtype)  # [B, T, G/2, R, 2D]
+        return o.flatten(2, 3).unflatten(-1, (2, -1)).flatten(2, 3)  # [B, T, H, D]
+
+    def finish(self, o: Tensor) -> Tensor:
+        o = o.unflatten(2, (-1, 2)).flatten(3)  # [B, T, H/2, 2D]
+        gain = None if self.gain is None else self.gain.to(o.dtype)
+        o = F.rms_norm(o, o.shape[-1:], gain, self.eps) * (1 - self.lambda_init)
+        return o.unflatten(-1, (2, -1)).flatten(2, 3)
+
+    @classmethod
+    def parameters_of(cls, spec: AttentionSpec) -> int:
+        return 4 * spec.head_width + 2 * spec.head_width * spec.differential_gain
+
+    @classmethod
+    def flops(cls, spec: AttentionSpec, context: int) -> int:
+        return 2 * context * spec.heads * (spec.head_width + 2 * spec.head_width)
+
+
+class DifferentialV2(Softmax):
+    """v2: 2H query heads over unchanged keys and values; o_h = a_2h − sigmoid(w_h·x) a_2h+1, λ per token and head."""
+
+    formula = "o_h = softmax(q_2h kᵀ/√D) v − σ(w_h·x) softmax(q_2h+1 kᵀ/√D) v"
+    query_factor = 2
+
+    def __init__(self, spec: AttentionSpec, layer: int):
+        super().__init__(spec, layer)
+        self.weight = nn.Linear(spec.width, spec.heads, bias=False)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, places: Places, bias: Tensor | None) -> Tensor:
+        even, odd = attend(q, k, v, self.scale, places, bias).unflatten(2, (-1, 2)).unbind(3)
+        return even - torch.sigmoid(self.weight(x))[..., None] * odd
+
+    @classmethod
+    def parameters_of(cls, spec: AttentionSpec) -> int:
+        return spec.width * spec.heads
+
+    @classmethod
+    def flops(cls, spec: AttentionSpec, context: int) -> int:
+        return super().flops(spec, context) + 2 * spec.width * spec.heads
+
+
+class LatentSoftmax(Softmax):
+    """MLA: softmax over q [B, T, H, D + d_rope] and the latent [B, S, 1, d_c + d_rope] = [c ; rotated shared key].
+
+    Expanded: k^h = [W_uk^h c ; k_rope], v^h = W_uv^h c. Absorbed: q_nope W_uk^h is compared with c itself and the output
+    is (Σ a c) W_uv^h. The same numbers; which is cheaper depends on how many queries share the keys.
+    """
+
+    formula = "o = softmax(q kᵀ/√(D+d_rope)) v"
+
+    def __init__(self, spec: AttentionSpec, layer: int):
+        super().__init__(spec, layer)
+        latent = spec.latent
+        assert latent is not None
+        self.heads, self.head_width = spec.heads, spec.head_width
+        self.kv_rank, self.rope_width = latent.kv_rank, latent.rope_width
+        self.scale = 1 / math.sqrt(spec.head_width + latent.rope_width)
+        self.up_key = nn.Linear(latent.kv_rank, spec.heads * spec.head_width, bias=False)
+        self.up_value = nn.Linear(latent.kv_rank, spec.heads * spec.head_width, bias=False)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, places: Places, bias: Tensor | None) -> Tensor:
+        k = k.to(q.dtype)
+        form = self.absorbed if self.prefers_absorbed(q.shape[1], k.shape[1]) else self.expanded
+        return form(q, k, places)
+
+    def prefers_absorbed(self, queries: int, keys: int) -> bool:
+        """Whether the absorbed form needs fewer multiply-adds for this many queries after a cached prefix."""
+        D, c, r = self.head_width, self.kv_rank, self.rope_width
+        expanded = queries * keys * (2 * D + r) + keys * 2 * D * c
+        absorbed = queries * keys * (2 * c + r) + queries * 2 * D * c
+        return queries < keys and absorbed < expanded
+
+    def expanded(self, q: Tensor, latent: Tensor, places: Places) -> Tensor:
+        c, rope = latent[..., 0, : self.kv_rank], latent[..., self.kv_rank :]
+        k = self.up_key(c).unflatten(-1, (self.heads, -1))
+        k = torch.cat([k, rope.expand(-1, -1, self.heads, -1)], -1)
+        return attend(q, k, self.up_value(c).unflatten(-1, (self.heads, -1)), self.scale, places)
+
+    def absorbed(self, q: Tensor, latent: Tensor, places: Places) -> Tensor:
+        up_key = self.up_key.weight.unflatten(0, (self.heads, -1))  # [H, D, d_c]
+        up_value = self.up_value.weight.unflatten(0, (self.heads, -1))
+        nope = torch.einsum("bthd,hdc->bthc", q[..., : self.head_width], up_key)
+        q = torch.cat([nope, q[..., self.head_width :]], -1)
+        o = attend(q, latent, latent[..., : self.kv_rank], self.scale, places)  # [B, T, H, d_c]
+        return torch.einsum("bthc,hdc->bthd", o, up_value)
+
+    @classmethod
+    def parameters_of(cls, spec: AttentionSpec) -> int:
+        assert spec.latent is not None
+        return 2 * spec.latent.kv_rank * spec.heads * spec.head_width
+
+    @classmethod
+    def flops(cls, spec: AttentionSpec, context: int) -> int:
+        latent = spec.latent
+        assert latent is not None
+        scores = context * spec.heads * (2 * spec.head_width + latent.rope_width)
+        return 2 * (scores + 2 * latent.kv_rank * spec.heads * spec.head_width)
+
+
+MIXES: dict[str, type[Softmax]] = {"softmax": Softmax, "differential": Differential, "differential-v2": DifferentialV2}

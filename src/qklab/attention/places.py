@@ -1,0 +1,83 @@
+"""Where the tokens of one call stand: their positions, who may attend to whom, and the RoPE angles.
+
+A decoder computes this once and hands it to all its layers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from qklab.attention.cache import Cache
+    from qklab.attention.spec import AttentionSpec
+
+Angles = tuple[Tensor, Tensor]  # cos, sin: [B or 1, T, 1, rotated/2]
+
+
+class Places(NamedTuple):
+    """T new tokens among the S tokens they may see (S = T without a cache)."""
+
+    positions: Tensor  # [B or 1, T], each token's place in its own text, from 0
+    mask: Tensor | None  # [B or 1, 1, T, S], True where a query may attend; None: see `causal`
+    causal: bool  # without a mask: the plain causal triangle (True) or everything (False)
+    angles: Angles | None  # of the new tokens
+    key_angles: Angles | None  # of all S tokens
+
+
+def rope_angles(positions: Tensor, rotated: int, base: float, dtype: torch.dtype) -> Angles:
+    """cos and sin of p · base^(−2i/rotated): positions [B, T] → two [B, T, 1, rotated/2]."""
+    exponent = torch.arange(0, rotated, 2, device=positions.device, dtype=dtype) / rotated
+    angles = positions.to(dtype)[:, :, None, None] * (1.0 / base**exponent)
+    return angles.cos(), angles.sin()
+
+
+def locate(spec: AttentionSpec, x: Tensor, segments: Tensor | None, cache: Cache | None) -> Places:
+    """Places of the tokens x [B, T, …] that follow what `cache` holds, or that are packed as `segments` [B, T].
+
+    A segment is a run of equal ids; positions restart with it and attention never leaves it. Tokens of a cache's left
+    padding likewise form a text of their own, which no real token sees.
+    """
+    tokens, device = x.shape[1], x.device
+    before = 0 if cache is None else cache.length
+    slots = torch.arange(before + tokens, device=device)
+    if segments is not None:
+        positions, mask = packed(segments, slots, spec.causal)
+        key_positions, causal = positions, False
+    elif cache is not None and cache.left_padding is not None:
+        real = slots >= cache.left_padding[:, None]  # [B, S]
+        key_positions = (slots - cache.left_padding[:, None]).clamp(min=0)
+        positions = key_positions[:, before:]
+        mask = (real[:, before:, None] == real[:, None, :]) & triangle(slots, before)
+        mask, causal = mask[:, None], False
+    else:
+        key_positions = slots[None]
+        positions = key_positions[:, before:]
+        # SDPA's own triangle is aligned top-left: right for a first chunk, wrong after a cached prefix
+        mask = triangle(slots, before)[None, None] if spec.causal and before and tokens > 1 else None
+        causal = spec.causal and not before and tokens > 1
+    angles = key_angles = None
+    if spec.rotated_width:
+        precision = torch.float64 if x.dtype == torch.float64 else torch.float32
+        key_angles = rope_angles(key_positions, spec.rotated_width, spec.rope_base, precision)
+        angles = (key_angles[0][:, before:], key_angles[1][:, before:])
+    return Places(positions, mask, causal, angles, key_angles)
+
+
+def triangle(slots: Tensor, before: int) -> Tensor:
+    """[T, S]: the query in slot i sees slots up to i."""
+    return slots[before:, None] >= slots[None, :]
+
+
+def packed(segments: Tensor, slots: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Positions [B, T] within each run of equal ids, and the mask [B, 1, T, T] that keeps attention inside the runs."""
+    starts = torch.ones_like(segments, dtype=torch.bool)
+    starts[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    runs = starts.cumsum(1)
+    first = torch.where(starts, slots, 0).cummax(1).values
+    mask = runs[:, :, None] == runs[:, None, :]
+    if causal:
+        mask = mask & triangle(slots, 0)
+    return slots - first, mask[:, None]

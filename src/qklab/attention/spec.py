@@ -1,0 +1,375 @@
+"""AttentionSpec: one choice per stage, what it costs, and which choices go together."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from qklab.attention.cache import cache_class
+from qklab.attention.couple import COUPLINGS, FORCES
+from qklab.attention.mix import MIXES, LatentSoftmax, Softmax
+from qklab.attention.norm import NORMS, QKNorm
+from qklab.attention.project import PROJECTIONS, Latent, Projection
+from qklab.attention.rotate import KV_ROTATIONS, POSITIONS, Asymmetric, Asymmetry2D, Unrotated, rotation
+from qklab.schema import Rule, Spec, choice, flag, part, real, whole
+
+CouplingKind = Literal["euler", "symplectic-euler", "leapfrog", "affine", "uncoupled", "linear"]
+Share = Literal["none", "k=v", "q=k", "q=k=v"]
+Mix = Literal["softmax", "differential", "differential-v2"]
+Sharing = Literal["per-layer", "per-head"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CouplingSpec(Spec):
+    """How q and k evolve together: the map, its steps, its force and where it starts (docs/mechanisms/)."""
+
+    kind: CouplingKind = choice("leapfrog", COUPLINGS)
+    steps: int = whole(1, at_most=1000)
+    force: Literal["mlp", "gradient"] = choice("mlp", FORCES)
+    force_width: int | None = whole(None)
+    force_sharing: Sharing = choice("per-layer", ("per-layer", "per-head"))
+    step_size: float = real(1.0)
+    step_sharing: Sharing = choice("per-layer", ("per-layer", "per-head"))
+    init: Literal["default", "identity"] = choice("default", ("default", "identity"))
+    scale_limit: float = real(2.0, above=0.0)
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "force",
+            lambda c: c.force == "gradient" and (c.kind == "affine" or not COUPLINGS[c.kind].forced),
+            lambda c: f"{c.kind} is not moved by a force that could be a gradient",
+            lambda c: {"force": "mlp"},
+        ),
+        Rule(
+            "force_width",
+            lambda c: c.force_width is not None and not COUPLINGS[c.kind].forced,
+            lambda c: f"{c.kind} has a matrix of head_width × head_width and no hidden width",
+            lambda c: {"force_width": None},
+        ),
+        Rule(
+            "force_width",
+            lambda c: c.kind == "uncoupled" and c.force_width is not None and c.force_width % 2,
+            lambda c: "uncoupled splits the width evenly between its two forces",
+            lambda c: {"force_width": c.force_width + 1},
+        ),
+        Rule(
+            "step_size",
+            lambda c: c.step_size != 1.0 and not COUPLINGS[c.kind].stepped,
+            lambda c: f"{c.kind} has no step size",
+            lambda c: {"step_size": 1.0},
+        ),
+        Rule(
+            "step_size",
+            lambda c: c.step_size not in (0.0, 1.0) and c.init == "identity",
+            lambda c: "init='identity' starts at step size 0, so another one would be ignored",
+            lambda c: {"step_size": 1.0},
+        ),
+        Rule(
+            "step_sharing",
+            lambda c: c.step_sharing == "per-head" and not COUPLINGS[c.kind].stepped,
+            lambda c: f"{c.kind} has no step size",
+            lambda c: {"step_sharing": "per-layer"},
+        ),
+        Rule(
+            "scale_limit",
+            lambda c: c.scale_limit != 2.0 and c.kind != "affine",
+            lambda c: f"{c.kind} has no scale that could be limited, only affine has",
+            lambda c: {"scale_limit": 2.0},
+        ),
+    )
+
+    @property
+    def name(self) -> str:
+        words = [f"{self.kind}×{self.steps}"]
+        words += ["∇U"] * (self.force == "gradient")
+        words += [f"h{self.force_width}"] * (self.force_width is not None)
+        words += [self.force_sharing] * (self.force_sharing != "per-layer")
+        words += [f"δ={self.step_size:g}"] * (self.step_size != 1.0)
+        words += ["δ-per-head"] * (self.step_sharing != "per-layer")
+        words += ["identity"] * (self.init == "identity")
+        words += [f"|s|≤{self.scale_limit:g}"] * (self.scale_limit != 2.0)
+        return " ".join(words)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentSpec(Spec):
+    """MLA: queries and keys/values pass through latents of these ranks; `rope_width` entries of a head carry RoPE."""
+
+    query_rank: int = whole()
+    kv_rank: int = whole()
+    rope_width: int = whole(at_least=0)
+    norm: bool = flag(True)
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "rope_width",
+            lambda s: s.rope_width % 2,
+            lambda s: "RoPE turns pairs of entries, so their number must be even",
+            lambda s: {"rope_width": s.rope_width + 1},
+        ),
+    )
+
+
+def nearest_divisor(of: int, to: int, even: bool = False) -> int:
+    """The divisor of `of` closest to `to` (the smaller of two), among the even ones if asked."""
+    divisors = {d for small in range(1, int(of**0.5) + 1) if of % small == 0 for d in (small, of // small)}
+    return min((d for d in divisors if not even or d % 2 == 0), key=lambda d: (abs(d - to), d))
+
+
+def rope_repair(s: Any) -> dict[str, Any]:
+    if s.rope_fraction == 1.0 or s.head_width < 2:
+        return {"head_width": s.head_width + 1, "rope_fraction": 1.0}
+    rotated = min(max(2, 2 * round(s.head_width * s.rope_fraction / 2)), s.head_width - s.head_width % 2)
+    return {"rope_fraction": rotated / s.head_width}
+
+
+def rope_is_uneven(s: Any) -> bool:
+    if s.position != "rope" or s.latent is not None:
+        return False
+    rotated = s.head_width * s.rope_fraction
+    return abs(rotated - round(rotated)) > 1e-6 or round(rotated) % 2 != 0 or round(rotated) == 0
+
+
+def latent_refuses(field: str, reason: str, value: Any) -> Rule:
+    return Rule(
+        field, lambda s: s.latent is not None and getattr(s, field) != value, lambda s: reason, lambda s: {field: value}
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec(Spec):
+    """One choice per stage: project → couple → normalise → rotate → mix, then output.
+
+    `kv_heads` defaults to `heads`, `head_width` to width/heads. Illegal combinations raise `SpecError`.
+    """
+
+    width: int = whole()
+    heads: int = whole(at_most=65_536)
+    kv_heads: int = whole(None, at_most=65_536)
+    head_width: int = whole(None)
+    bias: bool = flag(False)
+    share: Share = choice("none", PROJECTIONS)
+    latent: LatentSpec | None = part(LatentSpec, None)
+    coupling: CouplingSpec | None = part(CouplingSpec, None)
+    norm: Literal["none", "qk"] = choice("none", NORMS)
+    norm_eps: float = real(1e-6, above=0.0, at_most=1.0)
+    position: Literal["rope", "learned", "none"] = choice("rope", POSITIONS)
+    rope_base: float = real(10_000.0, above=1.0)
+    rope_fraction: float = real(1.0, above=0.0, at_most=1.0)
+    kv_rotation: Literal["once", "on-read"] = choice("once", KV_ROTATIONS)
+    asymmetry_2d: bool = flag(False)
+    asymmetry_free_scale: bool = flag(False)
+    mix: Mix = choice("softmax", MIXES)
+    differential_gain: bool = flag(True)
+    causal: bool = flag(True)
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "head_width",
+            lambda s: s.head_width is None,
+            lambda s: f"width={s.width} is not a multiple of heads={s.heads}, so the head width must be given",
+            lambda s: {"head_width": max(2, s.width // s.heads // 2 * 2)},
+        ),
+        latent_refuses("share", "a latent already stands for both key and value", "none"),
+        Rule(
+            "kv_heads",
+            lambda s: s.latent is not None and s.kv_heads != s.heads,
+            lambda s: "a latent is already shared by all heads, so there are no key/value groups",
+            lambda s: {"kv_heads": s.heads},
+        ),
+        latent_refuses("coupling", "a cached latent cannot reproduce the force of an old token's query", None),
+        latent_refuses(
+            "norm", "keys are never formed while decoding from a latent, so they cannot be normalised", "none"
+        ),
+        latent_refuses("mix", "differential attention over a latent is not defined", "softmax"),
+        latent_refuses("rope_fraction", "the rotated part of a latent head is its rope_width", 1.0),
+        Rule(
+            "position",
+            lambda s: s.latent is not None and s.position == "rope" and not s.latent.rope_width,
+            lambda s: "the latent has rope_width=0, so there is nothing to rotate",
+            lambda s: {"position": "none"},
+        ),
+        Rule(
+            "latent",
+            lambda s: s.latent is not None and s.position != "rope" and s.latent.rope_width,
+            lambda s: f"rope_width={s.latent.rope_width} would stay unrotated with position={s.position!r}",
+            lambda s: {"latent": s.latent.replace(rope_width=0)},
+        ),
+        Rule(
+            "kv_heads",
+            lambda s: s.heads % s.kv_heads,
+            lambda s: f"the key/value heads must divide heads={s.heads}",
+            lambda s: {"kv_heads": nearest_divisor(s.heads, s.kv_heads)},
+        ),
+        Rule(
+            "kv_heads",
+            lambda s: not PROJECTIONS[s.share].own_query and s.kv_heads != s.heads,
+            lambda s: f"share={s.share!r} makes every query head a key head, so there are heads={s.heads} of them",
+            lambda s: {"kv_heads": s.heads},
+        ),
+        Rule(
+            "mix",
+            lambda s: MIXES[s.mix].query_factor > 1 and not PROJECTIONS[s.share].own_query,
+            lambda s: f"share={s.share!r} makes the queries the keys, and differential-v2 needs twice as many queries",
+            lambda s: {"mix": "differential"},
+        ),
+        Rule(
+            "heads",
+            lambda s: s.mix == "differential" and s.heads % 2,
+            lambda s: "differential attention subtracts heads in pairs, so their number must be even",
+            lambda s: {"heads": s.heads + 1, "kv_heads": s.heads + 1 if s.kv_heads == s.heads else s.kv_heads},
+        ),
+        Rule(
+            "kv_heads",
+            lambda s: s.mix == "differential" and s.kv_heads % 2,
+            lambda s: "differential attention pairs key heads, so their number must be even",
+            lambda s: {"kv_heads": nearest_divisor(s.heads, s.kv_heads, even=True)},
+        ),
+        Rule(
+            "head_width",
+            lambda s: s.rope_fraction == 1.0 and rope_is_uneven(s),
+            lambda s: "RoPE turns pairs of entries, so the head width must be even",
+            rope_repair,
+        ),
+        Rule(
+            "rope_fraction",
+            rope_is_uneven,
+            lambda s: f"RoPE turns pairs of entries, so it must cover an even number of the {s.head_width}",
+            rope_repair,
+        ),
+        Rule(
+            "rope_fraction",
+            lambda s: s.position != "rope" and s.rope_fraction != 1.0,
+            lambda s: f"position={s.position!r} rotates nothing",
+            lambda s: {"rope_fraction": 1.0},
+        ),
+        Rule(
+            "rope_base",
+            lambda s: s.position != "rope" and s.rope_base != 10_000.0,
+            lambda s: f"position={s.position!r} rotates nothing",
+            lambda s: {"rope_base": 10_000.0},
+        ),
+        Rule(
+            "kv_rotation",
+            lambda s: s.kv_rotation != "once" and not (s.key_is_value and s.position == "rope"),
+            lambda s: "it is a choice only where key and value are one tensor under RoPE",
+            lambda s: {"kv_rotation": "once"},
+        ),
+        Rule(
+            "asymmetry_2d",
+            lambda s: s.asymmetry_2d and (PROJECTIONS[s.share].own_query or s.causal or s.latent is not None),
+            lambda s: "it breaks the symmetry that only share='q=k' or 'q=k=v' with causal=False has",
+            lambda s: {"asymmetry_2d": False},
+        ),
+        Rule(
+            "asymmetry_free_scale",
+            lambda s: s.asymmetry_free_scale and not s.asymmetry_2d,
+            lambda s: "it is a choice within asymmetry_2d=True",
+            lambda s: {"asymmetry_free_scale": False},
+        ),
+        Rule(
+            "differential_gain",
+            lambda s: not s.differential_gain and s.mix != "differential",
+            lambda s: "it is the gain of the norm in mix='differential'",
+            lambda s: {"differential_gain": True},
+        ),
+    )
+
+    def defaults(self) -> dict[str, Any]:
+        even = self.width % self.heads == 0
+        return {"kv_heads": self.heads, "head_width": self.width // self.heads if even else None}
+
+    @property
+    def key_is_value(self) -> bool:
+        """Whether one tensor serves as key and value."""
+        return self.latent is None and not PROJECTIONS[self.share].own_value
+
+    @property
+    def query_heads(self) -> int:
+        """Query heads that are compared with keys: heads, or twice that for differential-v2."""
+        return self.heads * MIXES[self.mix].query_factor
+
+    @property
+    def rotated_width(self) -> int:
+        """How many entries of a head RoPE turns."""
+        if self.position != "rope":
+            return 0
+        return self.latent.rope_width if self.latent is not None else round(self.head_width * self.rope_fraction)
+
+    # The stage classes these choices stand for; `Attention` builds them, the counts below ask them.
+    @property
+    def projection(self) -> type[Projection] | type[Latent]:
+        return Latent if self.latent is not None else PROJECTIONS[self.share]
+
+    @property
+    def rotation(self) -> type[Unrotated]:
+        return Asymmetric if self.asymmetry_2d else rotation(self)
+
+    @property
+    def mixing(self) -> type[Softmax]:
+        return LatentSoftmax if self.latent is not None else MIXES[self.mix]
+
+    def stages(self) -> dict[str, Any]:
+        """Stage name → the class chosen for it; None for a stage that does nothing."""
+        return {
+            "project": self.projection,
+            "couple": None if self.coupling is None else COUPLINGS[self.coupling.kind],
+            "normalise": NORMS[self.norm],
+            "rotate": self.rotation,
+            "mix": self.mixing,
+        }
+
+    def parameters(self) -> int:
+        """Learned numbers in one layer, output projection included."""
+        output = (self.heads * self.head_width + self.bias) * self.width
+        return output + sum(stage.parameters_of(self) for stage in self.stages().values() if stage is not None)
+
+    def flops_per_token(self, context: int) -> int:
+        """Forward matrix-product FLOPs of one layer per token of a sequence of `context` tokens.
+
+        A multiply-add is two FLOPs; scores count the whole T × T square; elementwise work is not counted.
+        """
+        output = 2 * self.heads * self.head_width * self.width
+        return output + sum(stage.flops(self, context) for stage in self.stages().values() if stage is not None)
+
+    def cache_bytes(self, tokens: int, dtype: torch.dtype = torch.bfloat16) -> int:
+        """Bytes one layer caches for one sequence of `tokens` tokens."""
+        return tokens * sum(cache_class(self).widths(self)) * dtype.itemsize
+
+    @property
+    def name(self) -> str:
+        """What people read in tables, e.g. "(Q,K=V) · leapfrog×1 · gqa4"."""
+        words = [self.projection.tuple_name]
+        if self.latent is not None:
+            words = [f"MLA {self.latent.query_rank}/{self.latent.kv_rank}+{self.latent.rope_width}"]
+            words += ["unnormed"] * (not self.latent.norm)
+        words += [] if self.coupling is None else [self.coupling.name]
+        words += [] if self.kv_heads == self.heads else ["mqa" if self.kv_heads == 1 else f"gqa{self.kv_heads}"]
+        words += ["qk-norm"] * (self.norm == "qk")
+        words += {"rope": [], "learned": ["learned"], "none": ["nope"]}[self.position]
+        words += [f"rope {100 * self.rope_fraction:.4g} %"] * (self.rope_fraction != 1.0)
+        words += [self.kv_rotation] * (self.kv_rotation != "once")
+        words += ["2d" + "+s" * self.asymmetry_free_scale] * self.asymmetry_2d
+        words += {"softmax": [], "differential": ["diff"], "differential-v2": ["diff-v2"]}[self.mix]
+        words += ["ungained"] * (not self.differential_gain)
+        words += ["bias"] * self.bias + ["bidirectional"] * (not self.causal)
+        return " · ".join(words)
+
+    @property
+    def formula(self) -> dict[str, str]:
+        """Stage name → what it computes, in the notation of docs/mechanisms/; empty where it does nothing."""
+        couple = "" if self.coupling is None else COUPLINGS[self.coupling.kind].formula
+        if self.coupling is not None and self.coupling.steps > 1:
+            couple += f"   ({self.coupling.steps} times)"
+        norm = {"none": "", "qk": QKNorm.formula_shared if self.key_is_value else QKNorm.formula}[self.norm]
+        rotate = [rotation(self).formula] * bool(self.rotated_width) + [Asymmetry2D.formula] * self.asymmetry_2d
+        if self.position == "learned":
+            rotate = ["x_p ← x_p + e_p before the first layer", *rotate]
+        return {
+            "project": self.projection.formula,
+            "couple": couple,
+            "normalise": norm,
+            "rotate": " ; ".join(rotate),
+            "mix": self.mixing.formula,
+            "output": "y = W_o o",
+        }

@@ -1,0 +1,165 @@
+"""A decoder language model around the attention layer."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qklab.attention.cache import Cache
+from qklab.attention.layer import Attention
+from qklab.attention.places import Places
+from qklab.attention.rotate import LearnedPositions
+from qklab.model.generate import generate
+from qklab.model.initialise import initialise
+from qklab.model.spec import DecoderSpec
+
+
+class SwiGLU(nn.Module):
+    """W_down (silu(W_gate x) ⊙ W_up x)."""
+
+    def __init__(self, spec: DecoderSpec):
+        super().__init__()
+        self.gate = nn.Linear(spec.width, spec.hidden, bias=spec.bias)
+        self.up = nn.Linear(spec.width, spec.hidden, bias=spec.bias)
+        self.down = nn.Linear(spec.hidden, spec.width, bias=spec.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class GELU(nn.Module):
+    """W_down gelu(W_up x)."""
+
+    def __init__(self, spec: DecoderSpec):
+        super().__init__()
+        self.up = nn.Linear(spec.width, spec.hidden, bias=spec.bias)
+        self.down = nn.Linear(spec.hidden, spec.width, bias=spec.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+MLPS = {"swiglu": SwiGLU, "gelu": GELU}
+
+
+def new_norm(spec: DecoderSpec) -> nn.Module:
+    if spec.norm == "rms":
+        return nn.RMSNorm(spec.width, eps=spec.norm_eps)
+    return nn.LayerNorm(spec.width, eps=spec.norm_eps, bias=spec.bias)
+
+
+class Block(nn.Module):
+    """x ← x + Attention(norm(x)) ; x ← x + MLP(norm(x))."""
+
+    def __init__(self, spec: DecoderSpec, layer: int):
+        super().__init__()
+        self.attention_norm = new_norm(spec)
+        self.attention = Attention(spec.attention, layer)
+        self.mlp_norm = new_norm(spec)
+        self.mlp = MLPS[spec.mlp](spec)
+
+    def forward(self, x: Tensor, places: Places, cache: Cache | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cache=cache, places=places)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class DecoderCache(list[Cache]):
+    """One cache per layer, moved together."""
+
+    @property
+    def length(self) -> int:
+        return self[0].length
+
+    @property
+    def capacity(self) -> int:
+        return self[0].capacity
+
+    @property
+    def bytes(self) -> int:
+        """Bytes owned by all layers."""
+        return sum(cache.bytes for cache in self)
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes owned but not filled."""
+        return sum(cache.spare_bytes for cache in self)
+
+    def crop(self, length: int) -> None:
+        """Forget all but the first `length` tokens."""
+        for cache in self:
+            cache.crop(length)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Row i becomes what row rows[i] was, in every layer."""
+        for cache in self:
+            cache.reorder(rows)
+
+
+class Decoder(nn.Module):
+    """ids [B, T] → logits [B, T, vocab].
+
+    Weights are drawn from `seed` (by default one draw of torch's global generator) by parameter name: two models that
+    share a parameter share its initial value, whatever else differs, so paired arms of a study start alike.
+    """
+
+    def __init__(self, spec: DecoderSpec, seed: int | None = None):
+        super().__init__()
+        self.spec = spec
+        seed = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
+        self.embed = nn.Embedding(spec.vocab, spec.width)
+        learned = spec.attention.position == "learned"
+        self.positions = LearnedPositions(spec.context, spec.width) if learned else None
+        self.blocks = nn.ModuleList(Block(spec, layer) for layer in range(spec.layers))
+        self.norm = new_norm(spec)
+        self.head = nn.Linear(spec.width, spec.vocab, bias=False)
+        if spec.tied:
+            self.head.weight = self.embed.weight
+        initialise(self, seed)
+
+    def forward(self, ids: Tensor, *, segments: Tensor | None = None, cache: DecoderCache | None = None) -> Tensor:
+        """ids [B, T] → logits [B, T, vocab] for the token after each; `segments` and `cache` as in `Attention`."""
+        return self.head(self.features(ids, segments=segments, cache=cache))
+
+    def features(self, ids: Tensor, *, segments: Tensor | None = None, cache: DecoderCache | None = None) -> Tensor:
+        """ids [B, T] → what the output matrix sees [B, T, width], for losses that never form all logits."""
+        self.check(ids, cache)
+        x = self.embed(ids)
+        places = self.attention(0).locate(x, segments, None if cache is None else cache[0])
+        if self.positions is not None:
+            x = x + self.positions(places)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, places, None if cache is None else cache[layer])
+        return self.norm(x)
+
+    def attention(self, layer: int) -> Attention:
+        block = self.blocks[layer]
+        assert isinstance(block, Block)
+        return block.attention
+
+    def check(self, ids: Tensor, cache: DecoderCache | None) -> None:
+        if ids.dim() != 2 or ids.is_floating_point():
+            raise ValueError(
+                f"ids must be whole numbers of shape [batch, tokens], but {ids.dtype} {list(ids.shape)} came."
+            )
+        tokens = ids.shape[1] + (0 if cache is None else cache.length)
+        if self.positions is not None and tokens > self.spec.context:
+            raise ValueError(
+                f"this model has learned positions for {self.spec.context} tokens, but {tokens} came; "
+                "shorten the text or build it with a larger context."
+            )
+
+    def new_cache(
+        self,
+        batch: int,
+        tokens: int,
+        dtype: torch.dtype | None = None,
+        *,
+        grow: bool = True,
+        left_padding: Tensor | None = None,
+    ) -> DecoderCache:
+        """An empty cache for every layer (see `Attention.new_cache`)."""
+        return DecoderCache(
+            self.attention(layer).new_cache(batch, tokens, dtype, grow=grow, left_padding=left_padding)
+            for layer in range(self.spec.layers)
+        )
+
+    generate = generate

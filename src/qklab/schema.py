@@ -1,0 +1,199 @@
+"""Specs: frozen dataclasses that check themselves and say what to do when they are wrong.
+
+A spec class lists its fields with the checks below and, where fields must agree with each other, a tuple of
+`Rule`s. Building one either succeeds or raises `SpecError`, a `ValueError` of one sentence that names the
+field, the reason and the nearest legal choice.
+"""
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, Self
+
+MISSING = dataclasses.MISSING
+
+
+class SpecError(ValueError):
+    """A spec that cannot be built: `field` is at fault; `nearest` holds the changes that make it legal, if known."""
+
+    def __init__(self, message: str, field: str, nearest: dict[str, Any] | None = None):
+        super().__init__(message)
+        self.field = field
+        self.nearest = nearest
+
+
+def shown(value: object) -> str:
+    """One line of at most sixty characters that stands for `value` in a sentence."""
+    text = repr(value).replace("\n", " ")
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def suggestion(word: object, known: Iterable[object]) -> str:
+    """ " (did you mean 'x'?)" when `word` is close to something known, else nothing."""
+    close = difflib.get_close_matches(str(word), [str(k) for k in known], n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+Check = Callable[[Any], Any]
+
+
+def checked(check: Check, default: Any = MISSING) -> Any:
+    """A dataclass field whose value passes through `check`, which returns it or raises ValueError("must be …")."""
+    return dataclasses.field(default=default, metadata={"check": check})
+
+
+def whole(default: Any = MISSING, *, at_least: int = 1, at_most: int = 2**31 - 1) -> Any:
+    """A whole number between `at_least` and `at_most`. With default None the spec fills the value in itself."""
+
+    def check(value: Any) -> Any:
+        if value is None and default is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or not at_least <= value <= at_most:
+            raise ValueError(f"must be a whole number from {at_least} to {at_most}")
+        return value
+
+    return checked(check, default)
+
+
+def real(default: Any = MISSING, *, above: float = -math.inf, at_most: float = math.inf) -> Any:
+    """A finite number in (above, at_most]."""
+
+    def check(value: Any) -> Any:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not math.isfinite(value) or not above < value <= at_most:
+            bounds = [f"above {above:g}"] * (above > -math.inf) + [f"at most {at_most:g}"] * (at_most < math.inf)
+            raise ValueError(" ".join(["must be a finite number", " and ".join(bounds)]).strip())
+        return float(value)
+
+    return checked(check, default)
+
+
+def flag(default: bool) -> Any:
+    """True or False, nothing that merely looks like it."""
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, bool):
+            raise ValueError("must be True or False")
+        return value
+
+    return checked(check, default)
+
+
+def choice(default: Any, among: Iterable[str]) -> Any:
+    """One of a few words."""
+    words = tuple(among)
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, str) or value not in words:
+            raise ValueError(f"must be one of {', '.join(map(repr, words))}{suggestion(value, words)}")
+        return value
+
+    return checked(check, default)
+
+
+def part(kind: type["Spec"], default: Any = MISSING) -> Any:
+    """Another spec, or None where None is the default."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, kind) or (value is None and default is None):
+            return value
+        raise ValueError(f"must be a {kind.__name__}{' or None' if default is None else ''}")
+
+    field = checked(check, default)
+    return dataclasses.field(default=default, metadata={**field.metadata, "spec": kind})
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Fields that must agree: if `broken(spec)`, `field` is refused for `reason(spec)`, and `repair(spec)` mends it."""
+
+    field: str
+    broken: Callable[[Any], Any]
+    reason: Callable[[Any], str]
+    repair: Callable[[Any], dict[str, Any]]
+
+
+class Spec:
+    """Base of all specs; subclasses are `@dataclass(frozen=True, kw_only=True)` with `checked` fields.
+
+    Order of construction: each field's own check, then `defaults()` fills what was left None, then `rules`.
+    """
+
+    rules: ClassVar[tuple[Rule, ...]] = ()
+
+    def defaults(self) -> dict[str, Any]:
+        """Values for fields that were left None."""
+        return {}
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
+            value = getattr(self, field.name)
+            try:
+                object.__setattr__(self, field.name, field.metadata["check"](value))
+            except ValueError as error:
+                raise SpecError(f"{field.name} {error}, but {shown(value)} came.", field.name) from None
+        for name, value in self.defaults().items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        broken = next((rule for rule in self.rules if rule.broken(self)), None)
+        if broken is not None:
+            came = f"{broken.field}={shown(getattr(self, broken.field))}"
+            nearest = self._nearest()
+            changes = ", ".join(f"{name}={shown(value)}" for name, value in nearest.items())
+            raise SpecError(
+                f"{came} is refused: {broken.reason(self)}; nearest legal: {changes}.", broken.field, nearest
+            )
+
+    def _nearest(self) -> dict[str, Any]:
+        """The changes that make this spec legal: each broken rule's repair in turn until none is broken."""
+        draft = object.__new__(type(self))
+        for field in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
+            object.__setattr__(draft, field.name, getattr(self, field.name))
+        changes: dict[str, Any] = {}
+        for _ in range(4 * len(self.rules)):
+            broken = next((rule for rule in self.rules if rule.broken(draft)), None)
+            if broken is None:
+                break
+            repair = broken.repair(draft)
+            changes.update(repair)
+            for name, value in repair.items():
+                object.__setattr__(draft, name, value)
+        return {name: value for name, value in changes.items() if value != getattr(self, name)}
+
+    def replace(self, **changes: Any) -> Self:
+        """This spec with some fields changed, checked again."""
+        return dataclasses.replace(self, **changes)  # pyright: ignore[reportArgumentType]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, strings, numbers, booleans and None: ready for JSON or TOML."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # pyright: ignore[reportArgumentType]
+        return {name: v.to_dict() if isinstance(v, Spec) else v for name, v in values.items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The inverse of `to_dict`. Unknown and missing keys are errors that name the key."""
+        if not isinstance(values, Mapping):
+            raise SpecError(f"{cls.__name__} is read from a mapping, but {shown(values)} came.", cls.__name__)
+        fields = {f.name: f for f in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
+        for key in values:
+            if key not in fields:
+                known = ", ".join(fields)
+                raise SpecError(
+                    f"{cls.__name__} has no field {shown(key)}{suggestion(key, fields)}; its fields are {known}.",
+                    str(key),
+                )
+        ready = {}
+        for name, field in fields.items():
+            if name not in values:
+                if field.default is MISSING:
+                    raise SpecError(f"{cls.__name__} needs {name}, which is missing.", name)
+                continue
+            value, inner = values[name], field.metadata.get("spec")
+            if inner is not None and isinstance(value, Mapping):
+                try:
+                    value = inner.from_dict(value)
+                except SpecError as error:
+                    raise SpecError(f"{name}: {error}", f"{name}.{error.field}", error.nearest) from None
+            ready[name] = value
+        return cls(**ready)

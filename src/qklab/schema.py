@@ -38,9 +38,9 @@ def suggestion(word: object, known: Iterable[object]) -> str:
 Check = Callable[[Any], Any]
 
 
-def checked(check: Check, default: Any = MISSING) -> Any:
+def checked(check: Check, default: Any = MISSING, **metadata: Any) -> Any:
     """A dataclass field whose value passes through `check`, which returns it or raises ValueError("must be …")."""
-    return dataclasses.field(default=default, metadata={"check": check})
+    return dataclasses.field(default=default, metadata={"check": check, **metadata})
 
 
 def whole(default: Any = MISSING, *, at_least: int = 1, at_most: int = 2**31 - 1) -> Any:
@@ -77,7 +77,7 @@ def flag(default: bool) -> Any:
             raise ValueError("must be True or False")
         return value
 
-    return checked(check, default)
+    return checked(check, default, among=(False, True))
 
 
 def choice(default: Any, among: Iterable[str]) -> Any:
@@ -89,7 +89,7 @@ def choice(default: Any, among: Iterable[str]) -> Any:
             raise ValueError(f"must be one of {', '.join(map(repr, words))}{suggestion(value, words)}")
         return value
 
-    return checked(check, default)
+    return checked(check, default, among=words)
 
 
 def part(kind: type["Spec"], default: Any = MISSING) -> Any:
@@ -100,8 +100,7 @@ def part(kind: type["Spec"], default: Any = MISSING) -> Any:
             return value
         raise ValueError(f"must be a {kind.__name__}{' or None' if default is None else ''}")
 
-    field = checked(check, default)
-    return dataclasses.field(default=default, metadata={**field.metadata, "spec": kind})
+    return checked(check, default, spec=kind)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,19 @@ Sharing = Literal["per-layer", "per-head"]
 
 @dataclass(frozen=True, kw_only=True)
 class CouplingSpec(Spec):
-    """How q and k evolve together: the map, its steps, its force and where it starts (docs/mechanisms/)."""
+    """How q and k evolve together before they are compared (docs/mechanisms/).
+
+    Args:
+        kind: The map.
+        steps: How often it is applied, with the same parameters.
+        force: What moves the key: a two-layer network, or minus the gradient of a potential (truly symplectic).
+        force_width: Hidden width of the force; by default head_width per layer, 8 per head, doubled for gradient and affine.
+        force_sharing: One force for all heads of a layer, or a small one for each key head.
+        step_size: Where the learned step size δ starts.
+        step_sharing: One δ for the layer or one for each key head.
+        init: "identity" starts as no coupling at all (δ = 0; affine always does).
+        scale_limit: Largest |log scale| of affine.
+    """
 
     kind: CouplingKind = choice("leapfrog", COUPLINGS)
     steps: int = whole(1, at_most=1000)
@@ -93,7 +105,14 @@ class CouplingSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class LatentSpec(Spec):
-    """MLA: queries and keys/values pass through latents of these ranks; `rope_width` entries of a head carry RoPE."""
+    """MLA: queries and keys/values pass through latents.
+
+    Args:
+        query_rank: Width of the query latent.
+        kv_rank: Width of the latent that stands for keys and values, and is cached.
+        rope_width: How many further entries of each head carry RoPE; their key is shared by all heads and cached.
+        norm: RMSNorm on both latents.
+    """
 
     query_rank: int = whole()
     kv_rank: int = whole()
@@ -140,7 +159,28 @@ def latent_refuses(field: str, reason: str, value: Any) -> Rule:
 class AttentionSpec(Spec):
     """One choice per stage: project → couple → normalise → rotate → mix, then output.
 
-    `kv_heads` defaults to `heads`, `head_width` to width/heads. Illegal combinations raise `SpecError`.
+    Illegal combinations raise `SpecError`.
+
+    Args:
+        width: Model width.
+        heads: Query heads.
+        kv_heads: Key/value heads; by default as many as heads.
+        head_width: Width of a head; by default width/heads.
+        bias: Whether the projections have biases.
+        share: Which projections are one: "k=v" is (Q,K=V), "q=k" is (Q=K,V), "q=k=v" is (Q=K=V).
+        latent: Keys and values through a latent (MLA).
+        coupling: How q and k evolve together.
+        norm: "qk" normalises queries and keys.
+        norm_eps: Its epsilon, and that of the latents' norm.
+        position: "learned" positions live in the decoder.
+        rope_base: Base of RoPE's frequencies.
+        rope_fraction: Share of a head that RoPE turns.
+        kv_rotation: Where key and value are one tensor under RoPE: rotate "once" and undo on the output, or "on-read".
+        asymmetry_2d: A learned column bias that breaks the symmetry of q=k scores; only with causal=False.
+        asymmetry_free_scale: Its score scale is a parameter of its own instead of the sum of its weights.
+        mix: How scores become weights.
+        differential_gain: Whether the norm of mix="differential" has a gain.
+        causal: Whether a token sees only itself and earlier ones.
     """
 
     width: int = whole()

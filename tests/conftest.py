@@ -1,0 +1,17 @@
+import pytest
+import torch
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", help="where the contract suite runs, e.g. cuda")
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> str:
+    return request.config.getoption("--device")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_per_worker() -> None:
+    """The tests' tensors are tiny, and pytest-xdist already uses all cores."""
+    torch.set_num_threads(1)

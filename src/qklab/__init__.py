@@ -20,5 +20,6 @@ __all__ = [
     "DecoderSpec",
     "LatentSpec",
     "SpecError",
+    
     "recipe",
 ]

@@ -1,9 +1,12 @@
 """The command line: parse, call, print."""
 
 import dataclasses
+import functools
 import json
+import operator
 import sys
-from typing import Annotated, Any, Literal, Union, get_args, get_type_hints
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, NoReturn, get_args, get_type_hints
 
 from qklab import demo, describe
 from qklab.attention.spec import AttentionSpec, CouplingKind, CouplingSpec, LatentSpec
@@ -38,7 +41,7 @@ SpecFlags = flags(
 
 
 @dataclasses.dataclass(frozen=True)
-class Describe(SpecFlags):  # pyright: ignore[reportGeneralTypeIssues]
+class Describe(SpecFlags):
     __doc__ = SpecFlags.__doc__
     json: bool = False
 
@@ -70,7 +73,7 @@ def attention_spec(flags: Any) -> AttentionSpec:
         )
     if latent:
         chosen["latent"] = latent
-    chosen.setdefault("width", flags.heads * (flags.head_width or 64))
+    chosen.setdefault("width", max(flags.heads, 1) * (flags.head_width or 64))
     return AttentionSpec.from_dict(chosen | {"heads": flags.heads})
 
 
@@ -88,20 +91,22 @@ def run_demo(flags: Any) -> int:
     return 0 if demo.run(Console(width=None if sys.stdout.isatty() else 140)) else 1
 
 
-def main() -> None:
+COMMANDS = {"describe": (Describe, run_describe), "demo": (Demo, run_demo)}
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Entry point of `qklab`: bad input ends in one sentence on stderr and exit code 2."""
     try:
         import tyro
     except ImportError:
         sys.exit("qklab: the command line needs the package tyro; install it with: pip install tyro")
-    commands = {"describe": (Describe, run_describe), "demo": (Demo, run_demo)}
-    parsers: Any = {
-        name: Annotated[flags, tyro.conf.subcommand(name, description=run.__doc__)]
-        for name, (flags, run) in commands.items()
-    }
-    chosen: Any = tyro.cli(Union[tuple(parsers.values())], prog="qklab", description="Attention, between Q and K.")
+    parsers: list[Any] = [
+        Annotated[flags, tyro.conf.subcommand(name, description=run.__doc__)] for name, (flags, run) in COMMANDS.items()
+    ]
+    either: Any = functools.reduce(operator.or_, parsers)
+    chosen = tyro.cli(either, prog="qklab", description="Attention, between Q and K.", args=arguments)
     try:
-        code = next(run for flags, run in commands.values() if isinstance(chosen, flags))(chosen)
+        code = next(run for flags, run in COMMANDS.values() if isinstance(chosen, flags))(chosen)
     except ValueError as error:
         print(f"qklab: {error}", file=sys.stderr)
         code = 2

@@ -73,8 +73,8 @@ def run(console: Console) -> bool:
         )
     console.print(table)
     console.print(
-        "FLOPs: forward matrix products at 1,024 tokens. Cache: bf16. Last column: half the tokens in one chunk, then one\n"
-        "token at a time through the cache, largest difference from the full forward relative to the largest output.\n"
+        "FLOPs: forward matrix products at 1,024 tokens. Cache: bf16. Last column: half the tokens in one chunk, then\n"
+        "one at a time through the cache; largest difference from the full forward relative to the largest output.\n"
     )
     return generation(console) and agreed
 

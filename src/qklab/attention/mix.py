@@ -145,8 +145,8 @@ class DifferentialV2(Softmax):
 class LatentSoftmax(Softmax):
     """MLA: softmax over q [B, T, H, D + d_rope] and the latent [B, S, 1, d_c + d_rope] = [c ; rotated shared key].
 
-    Expanded: k^h = [W_uk^h c ; k_rope], v^h = W_uv^h c. Absorbed: q_nope W_uk^h is compared with c itself and the output
-    is (Σ a c) W_uv^h. The same numbers; which is cheaper depends on how many queries share the keys.
+    Expanded: k^h = [W_uk^h c ; k_rope], v^h = W_uv^h c. Absorbed: q_nope W_uk^h is compared with c itself, and the
+    output is (Σ a c) W_uv^h. The same numbers; which is cheaper depends on how many queries share the keys.
     """
 
     formula = "o = softmax(q kᵀ/√(D+d_rope)) v"

@@ -121,8 +121,8 @@ class SharedAll(Projection):
 class Latent(nn.Module):
     """MLA: c_q = W_dq x, q = [W_uq c_q ; W_qr c_q]; the key is the latent [c ; W_kr x], c = W_dkv x, of all heads.
 
-    q [B, T, H, D + d_rope], k [B, T, 1, d_c + d_rope]. Stage 4 rotates the last d_rope entries of both; stage 5 owns the
-    up-projections W_uk, W_uv of the latent, because only there is it known whether to expand or to absorb them.
+    q [B, T, H, D + d_rope], k [B, T, 1, d_c + d_rope]. Stage 4 rotates the last d_rope entries of both; stage 5 owns
+    the up-projections W_uk, W_uv of the latent, because only there is it known whether to expand or to absorb them.
     With `norm`, c_q and c pass through RMSNorm.
     """
 

@@ -27,7 +27,8 @@ class CouplingSpec(Spec):
         kind: The map.
         steps: How often it is applied, with the same parameters.
         force: What moves the key: a two-layer network, or minus the gradient of a potential (truly symplectic).
-        force_width: Hidden width of the force; by default head_width per layer, 8 per head, doubled for gradient and affine.
+        force_width: Hidden width of the force; by default head_width per layer, 8 per head, twice that for gradient
+            forces and affine.
         force_sharing: One force for all heads of a layer, or a small one for each key head.
         step_size: Where the learned step size δ starts.
         step_sharing: One δ for the layer or one for each key head.

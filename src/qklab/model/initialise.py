@@ -12,8 +12,8 @@
 | differential λ vectors                      | N(0, 0.1)                                            |
 | 2-D asymmetry                               | w = 1/m, s = 1                                       |
 
-Each module draws from a generator seeded by (seed, its name), on the CPU: the same seed gives a parameter the same value
-on every device and next to any other mechanism.
+Each module draws from a generator seeded by (seed, its name), on the CPU: the same seed gives a parameter the same
+value on every device and next to any other mechanism.
 """
 
 import hashlib

@@ -1,0 +1,152 @@
+"""The cache: growth, refusal, crop, reorder, and what it owns."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from qklab import Attention, AttentionSpec, LatentSpec
+from qklab.attention import Cache, KeyValueCache, LatentCache, SharedCache
+from qklab.testing import randomised
+
+SPECS: dict[str, tuple[dict[str, Any], type[Cache]]] = {
+    "(Q,K,V)": ({"kv_heads": 2}, KeyValueCache),
+    "(Q,K=V)": ({"share": "k=v", "kv_heads": 2}, SharedCache),
+    "(Q=K=V)": ({"share": "q=k=v"}, SharedCache),
+    "on-read": ({"share": "k=v", "kv_rotation": "on-read"}, SharedCache),
+    "MLA": ({"latent": LatentSpec(query_rank=8, kv_rank=6, rope_width=2)}, LatentCache),
+}
+every_cache = pytest.mark.parametrize("name", SPECS)
+
+
+def layer(name: str) -> Attention:
+    torch.manual_seed(0)
+    return randomised(Attention(AttentionSpec(width=16, heads=4, **SPECS[name][0])))
+
+
+def inputs(batch: int = 2, tokens: int = 10) -> torch.Tensor:
+    return torch.randn(batch, tokens, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+
+
+@every_cache
+def test_each_need_has_its_class(name: str) -> None:
+    assert type(layer(name).new_cache(1, 4)) is SPECS[name][1]
+
+
+@every_cache
+@torch.no_grad()
+def test_growth_keeps_everything_and_says_what_is_spare(name: str) -> None:
+    attention, x = layer(name), inputs()
+    cache = attention.new_cache(2, tokens=2)
+    decoded = torch.cat([attention(token, cache=cache) for token in x.split(1, 1)], 1)
+    torch.testing.assert_close(decoded, attention(x))
+    assert cache.length == 10
+    assert cache.capacity <= 15
+    filled = 2 * attention.spec.cache_bytes(10, torch.float64)
+    assert cache.bytes - cache.spare_bytes == filled
+
+
+@every_cache
+@torch.no_grad()
+def test_a_full_cache_refuses_and_stays_whole(name: str) -> None:
+    attention, x = layer(name), inputs()
+    cache = attention.new_cache(2, tokens=8, grow=False)
+    attention(x[:, :6], cache=cache)
+    before = [tensor.clone() for tensor in cache.tensors]
+    with pytest.raises(ValueError, match=r"room for 8 tokens and holds 6, but 3 more came; make it with tokens=9"):
+        attention(x[:, 6:9], cache=cache)
+    assert cache.length == 6
+    assert all(map(torch.equal, cache.tensors, before))
+    torch.testing.assert_close(attention(x[:, 6:8], cache=cache), attention(x)[:, 6:8])
+
+
+@every_cache
+@torch.no_grad()
+def test_crop_forgets_rejected_tokens(name: str) -> None:
+    attention, x = layer(name), inputs()
+    cache = attention.new_cache(2, tokens=10)
+    attention(x[:, :5], cache=cache)
+    attention(torch.randn(2, 4, 16, dtype=torch.float64), cache=cache)  # a draft that is rejected
+    cache.crop(5)
+    torch.testing.assert_close(attention(x[:, 5:], cache=cache), attention(x)[:, 5:])
+    with pytest.raises(ValueError, match="cannot be cropped to 11"):
+        cache.crop(11)
+
+
+@every_cache
+@torch.no_grad()
+def test_reorder_moves_rows_with_their_padding(name: str) -> None:
+    attention, x = layer(name), inputs(batch=3)
+    padding = torch.tensor([0, 2, 3])
+    cache = attention.new_cache(3, tokens=10, left_padding=padding)
+    attention(x[:, :6], cache=cache)
+    rows = torch.tensor([2, 2, 0, 1])
+    cache.reorder(rows)
+    decoded = attention(x[rows, 6:], cache=cache)
+    for row, source in enumerate(rows.tolist()):
+        start = int(padding[source])
+        torch.testing.assert_close(decoded[row], attention(x[source : source + 1, start:])[0, 6 - start :])
+
+
+@pytest.mark.parametrize("rows", [torch.tensor([0, 2]), torch.tensor([-1]), torch.tensor([0.0]), torch.tensor([[0]])])
+def test_reorder_refuses_rows_that_do_not_exist(rows: torch.Tensor) -> None:
+    cache = layer("(Q,K,V)").new_cache(2, 4)
+    with pytest.raises(ValueError, match=r"^rows must"):
+        cache.reorder(rows)
+
+
+def test_wrong_batches_and_paddings_are_refused() -> None:
+    attention = layer("(Q,K,V)")
+    cache = attention.new_cache(2, 4)
+    with pytest.raises(ValueError, match="holds 2 sequences, but 3 came"):
+        attention(inputs(batch=3), cache=cache)
+    assert cache.length == 0
+    for padding in (torch.tensor([1]), torch.tensor([0.0, 1.0]), torch.tensor([-1, 0])):
+        with pytest.raises(ValueError, match=r"^left_padding must be 2 whole numbers"):
+            attention.new_cache(2, 4, left_padding=padding)
+    with pytest.raises(ValueError, match="only causal attention"):
+        Attention(AttentionSpec(width=16, heads=4, causal=False)).new_cache(1, 4)
+    with pytest.raises(ValueError, match="batch ≥ 1"):
+        attention.new_cache(0, 4)
+
+
+def test_segments_and_a_cache_exclude_each_other() -> None:
+    attention, x = layer("(Q,K,V)"), inputs()
+    with pytest.raises(ValueError, match="exclude each other"):
+        attention(x, segments=torch.zeros(2, 10, dtype=torch.long), cache=attention.new_cache(2, 10))
+    for segments in (torch.zeros(2, 9, dtype=torch.long), torch.zeros(2, 10)):
+        with pytest.raises(ValueError, match="segments must be whole numbers of shape"):
+            attention(x, segments=segments)
+    with pytest.raises(ValueError, match=r"x must have shape \[batch, tokens, 16\]"):
+        attention(x[..., :8])
+
+
+@torch.no_grad()
+def test_a_cache_may_be_coarser_than_the_layer() -> None:
+    attention, x = layer("(Q,K=V)"), inputs()
+    cache = attention.new_cache(2, 10, torch.bfloat16)
+    decoded = torch.cat([attention(token, cache=cache) for token in x.split(1, 1)], 1)
+    error = (decoded - attention(x)).abs().max() / attention(x).abs().max()
+    assert decoded.dtype == torch.float64
+    assert 1e-6 < error < 0.05
+
+
+def test_gradients_through_one_cached_chunk_are_those_of_the_full_forward() -> None:
+    attention, x = layer("(Q,K,V)"), inputs(tokens=4)
+    grads = []
+    for cache in (None, attention.new_cache(2, 4)):
+        attention.zero_grad()
+        attention(x, cache=cache).square().sum().backward()
+        grads.append([p.grad.clone() for p in attention.parameters() if p.grad is not None])
+    for full, cached in zip(*grads, strict=True):
+        torch.testing.assert_close(cached, full)
+
+
+@torch.no_grad()
+def test_an_empty_chunk_changes_nothing() -> None:
+    attention, x = layer("(Q,K=V)"), inputs()
+    assert attention(x[:, :0]).shape == (2, 0, 16)
+    cache = attention.new_cache(2, 10)
+    attention(x[:, :4], cache=cache)
+    assert attention(x[:, :0], cache=cache).shape == (2, 0, 16)
+    assert cache.length == 4

@@ -1,0 +1,265 @@
+"""The mathematics of the coupling maps: inverses, determinants, symplecticity, energy, folding, identity."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qklab import Attention, AttentionSpec, CouplingSpec, Decoder, recipe
+from qklab.attention.couple import COUPLINGS, Coupling, Forced, GradientForce, invertible
+from qklab.testing import randomised
+
+D, HEADS = 4, 4
+EPS = torch.finfo(torch.float64).eps
+
+
+def coupling(kv_heads: int = HEADS, **choices: Any) -> Coupling:
+    """A coupling map in float64 with noise on every parameter."""
+    spec = AttentionSpec(width=16, heads=HEADS, kv_heads=kv_heads, coupling=CouplingSpec(**choices))
+    torch.manual_seed(0)
+    couple = randomised(Attention(spec)).couple
+    assert couple is not None
+    return couple
+
+
+def state(kv_heads: int = HEADS, batch: int = 1, tokens: int = 3) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    draw = {"generator": generator, "dtype": torch.float64}
+    return torch.randn(batch, tokens, HEADS, D, **draw), torch.randn(batch, tokens, kv_heads, D, **draw)
+
+
+def jacobian(couple: Coupling, q: Tensor, k: Tensor) -> Tensor:
+    """∂(q⁺, k⁺)/∂(q, k) of one token, rows and columns ordered as (q, k)."""
+
+    def flat(u: Tensor) -> Tensor:
+        q_new, k_new = couple(u[: q.numel()].view_as(q), u[q.numel() :].view_as(k))
+        return torch.cat([q_new.flatten(), k_new.flatten()])
+
+    result = torch.autograd.functional.jacobian(flat, torch.cat([q.flatten(), k.flatten()]))
+    assert isinstance(result, Tensor)
+    return result
+
+
+@pytest.mark.parametrize("kind", invertible())
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("steps", [1, 7])
+@pytest.mark.parametrize("sharing", ["per-layer", "per-head"])
+def test_inverse_undoes_forward(kind: str, kv_heads: int, steps: int, sharing: str) -> None:
+    # a small step keeps the condition number meaningful; affine's own limit is what the condition must account for
+    scale = {"scale_limit": 0.5} if kind == "affine" else {"step_size": 0.2}
+    couple = coupling(kv_heads, kind=kind, steps=steps, force_sharing=sharing, **scale)
+    q, k = state(kv_heads, tokens=1)
+    J = jacobian(couple, q, k)
+    condition = float(torch.linalg.cond(J))
+    with torch.no_grad():
+        back = couple.inverse(*couple(q, k))
+    error = max(float((b - a).norm() / a.norm()) for a, b in zip((q, k), back, strict=True))
+    assert error < 100 * condition * EPS
+    assert not torch.allclose(couple(q, k)[1], k, rtol=1e-2)  # the map did something
+
+
+@pytest.mark.parametrize("kind", [kind for kind in COUPLINGS if kind not in invertible()])
+def test_maps_without_inverse_say_so(kind: str) -> None:
+    couple = coupling(kind=kind)
+    for method in (couple.inverse, couple.log_det):
+        with pytest.raises(ValueError, match=r"leapfrog.*\.$"):
+            method(*state())
+
+
+@pytest.mark.parametrize(
+    ("kind", "force", "kv_heads"),
+    [
+        *itertools.product(["leapfrog", "symplectic-euler"], ["mlp", "gradient"], [4, 2]),
+        ("linear", "mlp", 2),
+    ],
+)
+def test_shears_preserve_volume(kind: str, force: str, kv_heads: int) -> None:
+    couple = coupling(kv_heads, kind=kind, force=force, steps=3)
+    q, k = state(kv_heads, tokens=1)
+    sign, log = torch.linalg.slogdet(jacobian(couple, q, k))
+    assert float(sign) == 1
+    assert abs(float(log)) < 1e-9
+    assert couple.log_det(q, k).eq(0).all()
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_affine_log_det_is_autograds(kv_heads: int, steps: int) -> None:
+    couple = coupling(kv_heads, kind="affine", steps=steps)
+    q, k = state(kv_heads, tokens=1)
+    expected = torch.linalg.slogdet(jacobian(couple, q, k)).logabsdet
+    stated = couple.log_det(q, k)
+    assert stated.shape == (1, 1, kv_heads)
+    torch.testing.assert_close(stated.sum(), expected, rtol=1e-9, atol=1e-9)
+    assert abs(float(expected)) > 1e-3
+
+
+def omega(n: int) -> Tensor:
+    """The symplectic form on (q, k) of n numbers each."""
+    zero, one = torch.zeros(n, n, dtype=torch.float64), torch.eye(n, dtype=torch.float64)
+    return torch.cat([torch.cat([zero, one], 1), torch.cat([-one, zero], 1)])
+
+
+@pytest.mark.parametrize("kind", ["leapfrog", "symplectic-euler"])
+@pytest.mark.parametrize("sharing", ["per-layer", "per-head"])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_gradient_forces_are_symplectic(kind: str, sharing: str, steps: int) -> None:
+    couple = coupling(kind=kind, force="gradient", force_sharing=sharing, steps=steps)
+    q, k = state(tokens=1)
+    J, form = jacobian(couple, q, k), omega(HEADS * D)
+    torch.testing.assert_close(J.mT @ form @ J, form, rtol=0, atol=1e-10)
+
+
+def test_a_generic_force_is_not_symplectic() -> None:
+    couple = coupling(kind="leapfrog", force="mlp")
+    J, form = jacobian(couple, *state(tokens=1)), omega(HEADS * D)
+    assert not torch.allclose(J.mT @ form @ J, form, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["leapfrog", "symplectic-euler"])
+def test_gradient_forces_are_symplectic_in_the_groups_mean(kind: str) -> None:
+    """For G < H the map is symplectic in (mean q, k), and differences between a group's queries are constants."""
+    couple = coupling(kv_heads=1, kind=kind, force="gradient", steps=2)
+    q, k = state(kv_heads=1, tokens=1)
+    spread = q - q.mean(2, keepdim=True)
+
+    def reduced(u: Tensor) -> Tensor:
+        q_new, k_new = couple(u[None, None, None, :D] + spread, u[None, None, None, D:])
+        return torch.cat([q_new.mean(2).flatten(), k_new.flatten()])
+
+    J = torch.autograd.functional.jacobian(reduced, torch.cat([q.mean(2).flatten(), k.flatten()]))
+    assert isinstance(J, Tensor)
+    torch.testing.assert_close(J.mT @ omega(D) @ J, omega(D), rtol=0, atol=1e-10)
+    q_new, _ = couple(q, k)
+    torch.testing.assert_close(q_new - q_new.mean(2, keepdim=True), spread)
+
+
+def energies(kind: str, steps: int, step_size: float) -> Tensor:
+    """|k|²/2 + U(q) after each of `steps` steps in a convex potential."""
+    couple = coupling(kind=kind, force="gradient", step_size=step_size)
+    assert isinstance(couple, Forced)
+    force = couple.force
+    assert isinstance(force, GradientForce)
+    with torch.no_grad():
+        couple.step.fill_(step_size)
+        force.amplitude.abs_()  # a convex U keeps the orbit bounded
+        # columns that sum to zero with their mirror image make U even, so that it confines in every direction
+        half = force.inner.weight.shape[0] // 2
+        force.inner.weight[half:] = -force.inner.weight[:half]
+        force.amplitude[half:] = force.amplitude[:half]
+        q, k = state(tokens=1)
+        values = []
+        for _ in range(steps):
+            q, k = couple(q, k)
+            values.append((k.square().sum() / 2 + force.potential(q.unsqueeze(3)).sum()).reshape(()))
+    return torch.stack(values)
+
+
+def test_leapfrogs_energy_stays_bounded_where_eulers_grows() -> None:
+    leapfrog, euler = energies("leapfrog", 1000, 0.2), energies("euler", 1000, 0.2)
+    swing = (leapfrog.max() - leapfrog.min()) / leapfrog.mean()
+    assert float(swing) < 0.02
+    assert abs(float(leapfrog[-100:].mean() / leapfrog[:100].mean()) - 1) < 0.005  # no drift
+    assert float(euler[-1]) > 1.5 * float(euler[0])
+
+
+def test_leapfrog_shares_neighbouring_kicks() -> None:
+    """n steps evaluate the force n + 1 times and equal n single steps."""
+    many, one = coupling(kind="leapfrog", steps=5), coupling(kind="leapfrog", steps=1)
+    one.load_state_dict(many.state_dict())
+    assert isinstance(many, Forced)
+    calls = []
+    many.force.register_forward_hook(lambda *_: calls.append(1))
+    q, k = state()
+    together = many(q, k)
+    for _ in range(5):
+        q, k = one(q, k)
+    assert len(calls) == 6
+    for a, b in zip(together, (q, k), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", COUPLINGS)
+@pytest.mark.parametrize("sharing", ["per-layer", "per-head"])
+def test_identity_start_leaves_the_models_logits_bit_equal(kind: Any, sharing: Any) -> None:
+    """One seed gives both models the same other weights, so their logits agree bit for bit."""
+    plain = Decoder(recipe("nano", kv_heads=2), seed=3)
+    start = {} if kind == "affine" else {"init": "identity"}  # affine starts there by itself
+    spec = CouplingSpec(kind=kind, steps=2, force_sharing=sharing, step_sharing="per-layer", **start)
+    coupled = Decoder(recipe("nano", kv_heads=2, coupling=spec), seed=3)
+    ids = torch.randint(4096, (2, 32))
+    logits = coupled(ids)
+    assert torch.equal(logits, plain(ids))
+    logits.square().mean().backward()
+    moved = [
+        name for name, p in coupled.named_parameters() if ".couple." in name and p.grad is not None and p.grad.any()
+    ]
+    assert moved  # it can leave the identity
+
+
+def test_the_default_start_is_not_the_identity() -> None:
+    plain = Decoder(recipe("nano"), seed=3)
+    coupled = Decoder(recipe("nano", coupling=CouplingSpec(kind="leapfrog")), seed=3)
+    ids = torch.randint(4096, (1, 16))
+    assert not torch.equal(coupled(ids), plain(ids))
+
+
+FOLDABLE = [
+    *itertools.product(["none", "k=v"], [4, 2], ["softmax", "differential", "differential-v2"]),
+    *itertools.product(["q=k", "q=k=v"], [4], ["softmax", "differential"]),
+]
+
+
+@pytest.mark.parametrize(("share", "kv_heads", "mix"), FOLDABLE)
+@pytest.mark.parametrize("sharing", ["per-layer", "per-head"])
+def test_linear_coupling_folds_into_the_projections(share: Any, kv_heads: int, mix: Any, sharing: Any) -> None:
+    spec = AttentionSpec(
+        width=16, heads=4, kv_heads=kv_heads, share=share, mix=mix, bias=True, norm="qk",
+        coupling=CouplingSpec(kind="linear", steps=3, force_sharing=sharing),
+    )  # fmt: skip
+    attention = randomised(Attention(spec, layer=1))
+    folded = attention.fold()
+    x = torch.randn(2, 5, 16, dtype=torch.float64)
+    torch.testing.assert_close(folded(x), attention(x), rtol=1e-10, atol=1e-11)
+    assert folded.couple is None
+    assert folded.spec.share == {"none": "none", "k=v": "k=v", "q=k": "none", "q=k=v": "k=v"}[share]
+
+
+def test_only_linear_folds() -> None:
+    for spec in (None, CouplingSpec(kind="leapfrog")):
+        with pytest.raises(ValueError, match="only coupling kind='linear' folds"):
+            Attention(AttentionSpec(width=16, heads=4, coupling=spec)).fold()
+
+
+def test_added_parameters_at_60m() -> None:
+    plain = recipe("60m").parameters()
+    for sharing, share in (("per-layer", 0.112), ("per-head", 0.110)):
+        coupled = recipe("60m", coupling=CouplingSpec(kind="leapfrog", force_sharing=sharing)).parameters()
+        assert round(100 * (coupled - plain) / plain, 3) == share
+    affine = recipe("455m", coupling=CouplingSpec(kind="affine")).parameters()
+    assert round(100 * (affine / recipe("455m").parameters() - 1), 2) == 0.26
+
+
+def test_uncoupled_has_the_coupled_capacity() -> None:
+    """The control's two forces of width h/2 match one of width h up to biases."""
+    coupled, control = (
+        AttentionSpec(width=512, heads=8, coupling=CouplingSpec(kind=kind)).parameters()
+        for kind in ("euler", "uncoupled")
+    )
+    assert abs(control - coupled) <= 64
+
+
+STEPPED = [(kind, sharing) for kind in COUPLINGS for sharing in ("per-layer", "per-head") if COUPLINGS[kind].stepped]
+
+
+@pytest.mark.parametrize(("kind", "step_sharing"), [*STEPPED, ("affine", "per-layer")])
+def test_bfloat16_stays_bfloat16(kind: Any, step_sharing: Any) -> None:
+    """A float32 step size must not promote the state, neither as a scalar nor per head."""
+    spec = AttentionSpec(width=16, heads=4, kv_heads=2, coupling=CouplingSpec(kind=kind, step_sharing=step_sharing))
+    couple = Attention(spec).couple
+    assert couple is not None
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = couple(*(u.bfloat16() for u in state(kv_heads=2)))
+    assert [u.dtype for u in out] == [torch.bfloat16] * 2

@@ -1,0 +1,124 @@
+"""Symmetry of (Q=K,V) scores, what breaks it, and the routes of a shared value under RoPE."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qklab import Attention, AttentionSpec, CouplingSpec
+from qklab.testing import randomised
+
+
+@torch.no_grad()
+def scores(spec: AttentionSpec, seed: int = 0) -> Tensor:
+    """The unmasked scores q_i·k_j after stage 4, [B, H, T, T]."""
+    torch.manual_seed(seed)
+    attention = randomised(Attention(spec), seed)
+    x = torch.randn(2, 6, spec.width, dtype=torch.float64)
+    places = attention.locate(x)
+    q, k, v = attention.project(x)
+    if attention.couple is not None:
+        q, k = attention.couple(q, k)
+    if attention.normalise is not None:
+        q, k = attention.normalise(q, k)
+    q, k = attention.rotate(q, k, places)
+    k, _ = attention.rotate.read(k, v, places)
+    result = torch.einsum("bihd,bjhd->bhij", q, k)
+    bias = attention.rotate.bias(places)
+    return result if bias is None else result + bias
+
+
+def asymmetry(spec: AttentionSpec) -> float:
+    s = scores(spec)
+    return float((s - s.mT).norm() / s.norm())
+
+
+SIZE: dict[str, Any] = {"width": 16, "heads": 4}
+
+
+@pytest.mark.parametrize("share", ["q=k", "q=k=v"])
+@pytest.mark.parametrize("position", ["rope", "learned", "none"])
+def test_query_key_sharing_makes_scores_symmetric(share: Any, position: Any) -> None:
+    assert asymmetry(AttentionSpec(**SIZE, share=share, position=position)) < 1e-14
+
+
+def test_separate_projections_are_not_symmetric() -> None:
+    assert asymmetry(AttentionSpec(**SIZE)) > 0.1
+
+
+@pytest.mark.parametrize("kind", ["euler", "symplectic-euler", "leapfrog", "affine", "uncoupled", "linear"])
+@pytest.mark.parametrize("position", ["rope", "none"])
+def test_coupling_breaks_the_symmetry(kind: Any, position: Any) -> None:
+    assert asymmetry(AttentionSpec(**SIZE, share="q=k", position=position, coupling=CouplingSpec(kind=kind))) > 1e-2
+
+
+def test_a_gain_breaks_the_symmetry_only_under_rope() -> None:
+    """Without RoPE both gains meet in one product; with it they do not commute past the rotation."""
+    assert asymmetry(AttentionSpec(**SIZE, share="q=k", norm="qk", position="none")) < 1e-14
+    assert asymmetry(AttentionSpec(**SIZE, share="q=k", norm="qk", position="rope")) > 1e-3
+
+
+def test_the_2d_asymmetry_breaks_the_symmetry() -> None:
+    spec = AttentionSpec(**SIZE, share="q=k", position="none", causal=False)
+    assert asymmetry(spec) < 1e-14
+    assert asymmetry(spec.replace(asymmetry_2d=True)) > 1e-3
+
+
+@pytest.mark.parametrize("free", [True, False])
+def test_the_2d_asymmetry_starts_at_the_plain_scale(free: bool) -> None:
+    spec = AttentionSpec(**SIZE, share="q=k", causal=False, asymmetry_2d=True, asymmetry_free_scale=free)
+    q = torch.randn(1, 3, 4, 4)
+    inner: Any = Attention(spec).rotate
+    torch.testing.assert_close(inner.asymmetry.scaled(q), q)
+
+
+def test_shared_values_rotated_once_depend_on_distance_alone() -> None:
+    """o_i = Σ a_ij R_{j−i} k_j: shifting all positions changes nothing."""
+    attention = randomised(Attention(AttentionSpec(**SIZE, share="k=v")))
+    x = torch.randn(1, 5, 16, dtype=torch.float64)
+    pad = torch.zeros(1, 3, 16, dtype=torch.float64)
+    shifted = attention(torch.cat([pad, x], 1), segments=torch.tensor([[0] * 3 + [1] * 5]))[:, 3:]
+    torch.testing.assert_close(shifted, attention(x))
+    # and without restarting positions: places moved by hand
+    places = attention.locate(x)
+    assert places.angles is not None
+    moved = attention.locate(torch.cat([pad, x], 1))
+    assert moved.angles is not None
+    far = places._replace(angles=(moved.angles[0][:, 3:], moved.angles[1][:, 3:]))
+    torch.testing.assert_close(attention(x, places=far), attention(x))
+
+
+def test_the_two_routes_of_a_shared_value_are_different_models() -> None:
+    once, read = (randomised(Attention(AttentionSpec(**SIZE, share="k=v", kv_rotation=r))) for r in ("once", "on-read"))
+    read.load_state_dict(once.state_dict())
+    x = torch.randn(1, 5, 16, dtype=torch.float64)
+    torch.testing.assert_close(once(x)[:, 0], read(x)[:, 0])  # the first token sees only itself: no distance
+    assert not torch.allclose(once(x)[:, 1:], read(x)[:, 1:])
+
+
+def test_absorbed_and_expanded_latents_agree() -> None:
+    from qklab import LatentSpec
+    from qklab.attention.mix import LatentSoftmax
+
+    latent = LatentSpec(query_rank=10, kv_rank=6, rope_width=4)
+    attention = randomised(Attention(AttentionSpec(**SIZE, latent=latent)))
+    x = torch.randn(2, 7, 16, dtype=torch.float64)
+    places = attention.locate(x)
+    q, k, _ = attention.project(x)
+    q, k = attention.rotate(q, k, places)
+    assert isinstance(attention.mix, LatentSoftmax)
+    torch.testing.assert_close(attention.mix.absorbed(q, k, places), attention.mix.expanded(q, k, places))
+
+
+def test_the_form_of_a_latent_follows_the_work() -> None:
+    """One new token over a long prefix absorbs; a long chunk over a short prefix expands."""
+    from qklab import LatentSpec
+    from qklab.attention.mix import LatentSoftmax
+
+    latent = LatentSpec(query_rank=64, kv_rank=32, rope_width=8)
+    mix = Attention(AttentionSpec(width=64, heads=4, latent=latent)).mix
+    assert isinstance(mix, LatentSoftmax)
+    assert mix.prefers_absorbed(queries=1, keys=1000)
+    assert not mix.prefers_absorbed(queries=900, keys=1000)
+    assert not mix.prefers_absorbed(queries=1000, keys=1000)

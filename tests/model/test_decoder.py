@@ -1,0 +1,173 @@
+"""The decoder: counts, packing, caching, learned positions, initialisation, recipes."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from qklab import CouplingSpec, Decoder, DecoderSpec, LatentSpec, SpecError, recipe
+from qklab.model import RECIPES
+
+SMALL: dict[str, Any] = {"vocab": 97, "context": 24}
+MODELS: dict[str, dict[str, Any]] = {
+    "standard": {},
+    "(Q,K=V) leapfrog gqa": {"share": "k=v", "kv_heads": 2, "coupling": CouplingSpec(kind="leapfrog")},
+    "learned positions": {"position": "learned"},
+    "differential qk-norm": {"mix": "differential", "norm": "qk"},
+    "MLA": {"latent": LatentSpec(query_rank=32, kv_rank=16, rope_width=8)},
+}
+every_model = pytest.mark.parametrize("name", MODELS)
+
+
+def model(name: str, **changes: Any) -> Decoder:
+    return Decoder(recipe("nano", **SMALL, **MODELS[name]).replace(**changes), seed=0).double()
+
+
+def tokens(batch: int = 2, length: int = 12) -> torch.Tensor:
+    return torch.randint(97, (batch, length), generator=torch.Generator().manual_seed(2))
+
+
+@every_model
+@pytest.mark.parametrize(
+    "changes", [{}, {"mlp": "gelu", "norm": "layer", "bias": True}, {"tied": False, "norm": "layer"}], ids=str
+)
+def test_counts_are_real(name: str, changes: dict[str, Any]) -> None:
+    decoder, ids = model(name, **changes), tokens()
+    assert sum(parameter.numel() for parameter in decoder.parameters()) == decoder.spec.parameters()
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        decoder(ids)
+    assert counter.get_total_flops() == ids.numel() * decoder.spec.flops_per_token(ids.shape[1])
+    cache = decoder.new_cache(2, 12)
+    decoder(ids, cache=cache)
+    assert cache.bytes == 2 * decoder.spec.cache_bytes(12, torch.float64)
+
+
+@every_model
+@torch.no_grad()
+def test_cached_logits_are_the_full_forwards(name: str) -> None:
+    decoder, ids = model(name), tokens()
+    cache = decoder.new_cache(2, 4)
+    decoded = torch.cat([decoder(chunk, cache=cache) for chunk in ids.split([5, 3, 1, 1, 1, 1], 1)], 1)
+    torch.testing.assert_close(decoded, decoder(ids))
+
+
+@every_model
+@torch.no_grad()
+def test_packed_texts_are_separate_texts(name: str) -> None:
+    decoder, ids = model(name), tokens(batch=1)
+    packed = decoder(ids, segments=torch.tensor([[0] * 5 + [1] * 4 + [2] * 3]))
+    alone = torch.cat([decoder(text) for text in ids.split([5, 4, 3], 1)], 1)
+    torch.testing.assert_close(packed, alone)
+
+
+@torch.no_grad()
+def test_left_padded_rows_are_the_rows_alone() -> None:
+    for name in MODELS:
+        decoder, ids = model(name), tokens()
+        cache = decoder.new_cache(2, 12, left_padding=torch.tensor([4, 0]))
+        padded = decoder(ids, cache=cache)
+        torch.testing.assert_close(padded[:1, 4:], decoder(ids[:1, 4:]))
+        torch.testing.assert_close(padded[1:], decoder(ids[1:]))
+
+
+def test_learned_positions_end_at_the_context() -> None:
+    decoder = model("learned positions")
+    with pytest.raises(ValueError, match="learned positions for 24 tokens, but 25 came"):
+        decoder(tokens(length=25))
+    cache = decoder.new_cache(2, 24)
+    decoder(tokens(length=24), cache=cache)
+    with pytest.raises(ValueError, match="but 25 came"):
+        decoder(tokens(length=1), cache=cache)
+    assert model("standard")(tokens(length=25)).shape == (2, 25, 97)  # RoPE has no such end
+
+
+def test_bad_ids_are_refused() -> None:
+    for ids in (torch.zeros(3, dtype=torch.long), torch.zeros(1, 3)):
+        with pytest.raises(ValueError, match="ids must be whole numbers of shape"):
+            model("standard")(ids)
+
+
+def test_arms_share_the_initial_values_of_shared_parameters() -> None:
+    """By name, whatever else differs; and under torch's global seed as well."""
+    plain = Decoder(recipe("nano"), seed=7).state_dict()
+    for arm in ({"coupling": CouplingSpec(kind="euler")}, {"norm": "qk"}, {"share": "k=v"}, {"mix": "differential"}):
+        other = Decoder(recipe("nano", **arm), seed=7).state_dict()
+        shared = plain.keys() & other.keys()
+        assert len(shared) > 20
+        assert all(torch.equal(plain[name], other[name]) for name in shared)
+    assert not torch.equal(plain["embed.weight"], Decoder(recipe("nano"), seed=8).state_dict()["embed.weight"])
+    torch.manual_seed(11)
+    first = Decoder(recipe("nano"))
+    torch.manual_seed(11)
+    second = Decoder(recipe("nano", norm="qk"))
+    assert torch.equal(first.head.weight, second.head.weight)
+
+
+def test_initialisation_follows_the_table() -> None:
+    coupling = CouplingSpec(kind="affine")
+    decoder = Decoder(recipe("nano", coupling=coupling, norm="qk", bias=True).replace(bias=True), seed=0)
+    for name, parameter in decoder.named_parameters():
+        value = parameter.detach()
+        if "couple" in name:
+            continue
+        if name.endswith("bias"):
+            assert not value.any(), name
+        elif "norm" in name:  # decoder norms and QK-norm gains
+            assert value.eq(1).all(), name
+        else:
+            residual = name.endswith(("attention.output.weight", "mlp.down.weight"))
+            expected = 0.02 / (8**0.5) if residual else 0.02
+            assert abs(float(value.std()) / expected - 1) < 0.05, name
+
+
+SIZES = {
+    "nano": 1.574,
+    "51m": 50.93,
+    "60m": 59.32,
+    "124m": 123.59,
+    "150m": 151.90,
+    "300m": 305.53,
+    "350m": 353.55,
+    "455m": 454.21,
+    "1.2b": 1215.10,
+}
+
+
+def test_recipes_have_the_published_sizes() -> None:
+    assert SIZES.keys() == RECIPES.keys()
+    for name, millions in SIZES.items():
+        assert recipe(name).parameters() / 1e6 == pytest.approx(millions, abs=0.006), name
+    with pytest.raises(ValueError, match="recipe must be one of .*did you mean '60m'"):
+        recipe("60mm")
+
+
+def test_classic_recipes_are_gpt2s_family() -> None:
+    spec = recipe("300m")
+    assert (spec.norm, spec.bias, spec.mlp, spec.tied, spec.context) == ("layer", True, "gelu", True, 2048)
+    assert (spec.attention.position, spec.attention.bias, spec.attention.heads) == ("learned", True, 16)
+    assert (recipe("1.2b").layers, recipe("1.2b").width, recipe("1.2b").attention.heads) == (22, 2048, 32)
+
+
+def test_widths_must_agree() -> None:
+    with pytest.raises(SpecError, match=r"width=256 is refused: the attention spec has width=128.*width=128\.$"):
+        DecoderSpec(vocab=10, width=256, layers=1, attention=recipe("nano").attention)
+
+
+@every_model
+def test_a_decoder_trains_and_compiles(name: str) -> None:
+    decoder, ids = model(name), tokens(batch=4)
+    torch._dynamo.reset()
+    compiled = torch.compile(decoder, fullgraph=True, backend="aot_eager")
+    optimiser = torch.optim.AdamW(decoder.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(8):
+        logits = compiled(ids[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.9 * losses[0]
+    assert all(parameter.grad is not None for parameter in decoder.parameters())

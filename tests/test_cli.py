@@ -1,0 +1,89 @@
+"""The command line, as a person meets it."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from qklab.cli import main
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    out, err = capsys.readouterr()
+    return int(stop.value.code or 0), out, err
+
+
+@pytest.mark.parametrize(("kv_heads", "percent"), [("16", "−50 %"), ("4", "−87.5 %"), ("1", "−96.9 %")])
+def test_describe_prints_the_cache_reduction(capsys: pytest.CaptureFixture[str], kv_heads: str, percent: str) -> None:
+    code, out, _ = run(capsys, "describe", "--share", "k=v", "--heads", "16", "--kv-heads", kv_heads)
+    assert code == 0
+    lines = [line for line in out.splitlines() if "cache bytes" in line]
+    assert len(lines) == 2
+    assert all(line.endswith(percent) for line in lines)
+
+
+def test_describe_tells_the_whole_story(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = "describe --share k=v --heads 16 --kv-heads 4 --coupling.kind leapfrog --coupling.steps 2 --norm qk"
+    code, out, _ = run(capsys, *arguments.split())
+    assert code == 0
+    assert out.startswith("(Q,K=V) · leapfrog×2 · gqa4 · qk-norm\n")
+    for stage in ("project", "couple", "normalise", "rotate", "mix", "output"):
+        assert f"\n  {stage}" in out
+    assert "(2 times)" in out
+
+
+def test_describe_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = "describe --heads 8 --latent.query-rank 64 --latent.kv-rank 32 --latent.rope-width 16 --json"
+    code, out, _ = run(capsys, *arguments.split())
+    told = json.loads(out)
+    assert code == 0
+    assert told["name"] == "MLA 64/32+16"
+    assert told["per layer"]["cache bytes per token (bf16)"] == 2 * (32 + 16)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("--share q=k --heads 16 --kv-heads 4", "kv_heads=4 is refused: .*nearest legal: kv_heads=16."),
+        ("--heads 0", "heads must be a whole number"),
+        ("--coupling.steps 2", "add --coupling.kind"),
+        ("--latent.kv-rank 8", "latent: LatentSpec needs query_rank"),
+        (
+            "--coupling.kind affine --coupling.step-size 2",
+            "coupling: step_size=2.0 is refused: affine has no step size",
+        ),
+    ],
+)
+def test_illegal_specs_end_in_one_sentence(capsys: pytest.CaptureFixture[str], arguments: str, sentence: str) -> None:
+    code, out, err = run(capsys, "describe", *arguments.split())
+    assert code == 2
+    assert out == ""
+    assert err.count("\n") == 1
+    assert re.search(sentence, err)
+
+
+def test_typos_come_with_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "describe", "--kv-head", "4")
+    assert code == 2
+    assert "--kv-heads" in err
+
+
+def test_demo_agrees_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "demo")
+    assert code == 0
+    assert out.count("│    yes") == 20
+    assert "NO" not in out
+    assert "the same" in out
+
+
+def test_importing_qklab_pulls_in_nothing_optional() -> None:
+    check = (
+        "import sys, qklab; "
+        "print([m for m in ('tyro', 'rich', 'transformers', 'scipy', 'matplotlib', 'triton') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

@@ -8,7 +8,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> str:
-    return request.config.getoption("--device")
+    return str(request.config.getoption("--device"))
 
 
 @pytest.fixture(autouse=True)

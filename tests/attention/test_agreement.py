@@ -40,11 +40,13 @@ Pairing = Callable[[Tensor, int], Tensor]
 
 
 def randomised(module: Module) -> Module:
-    """The module in float64 with random weights: matrices keep variance, vectors (gains, biases, λ) are N(0, 1/2)."""
+    """The module in float64 with random weights, large enough that no attention is nearly uniform."""
     generator = torch.Generator().manual_seed(0)
     module.double().eval().requires_grad_(False)
-    for parameter in module.parameters():
-        std = 0.5 if parameter.dim() == 1 else 1.5 * parameter.shape[-1] ** -0.5
+    for name, parameter in module.named_parameters():
+        std = 1.5 * parameter.shape[-1] ** -0.5
+        if parameter.dim() == 1:
+            std = 0.1 if name.endswith("bias") else 0.5  # the others are gains and λ
         parameter.copy_(torch.empty(parameter.shape, dtype=parameter.dtype).normal_(0, std, generator=generator))
     return module
 
@@ -88,6 +90,14 @@ def causal_mask(segments: Tensor | None = None) -> Tensor:
     return torch.zeros(visible.shape, dtype=torch.float64).masked_fill(~visible, -torch.inf)
 
 
+def packed_texts() -> tuple[Tensor, Tensor]:
+    """Two rows of three texts each: which text a token belongs to, and its place in it."""
+    lengths = [[4, 6, 3], [1, 5, 7]]
+    segments = [torch.arange(3).repeat_interleave(torch.tensor(row)) for row in lengths]
+    positions = [torch.cat([torch.arange(length) for length in row]) for row in lengths]
+    return torch.stack(segments), torch.stack(positions)
+
+
 def assert_equal(actual: Tensor, expected: Tensor, tolerance: float) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance * float(expected.abs().max()))
 
@@ -118,10 +128,10 @@ def test_angles(base: float, rotated: int):
     """In float32 even the rounding is shared, so that texts of any length see the same angles."""
     rope = {"rope_type": "default", "rope_theta": base}
     config = configured(LlamaConfig, head_dim=rotated, rope_parameters=rope)
-    x = torch.zeros(1, 2000, 4 * rotated)
+    x = torch.zeros(1, 5000, 4 * rotated)
     places = Attention(AttentionSpec(width=4 * rotated, heads=4, rope_base=base)).locate(x)
     assert places.angles is not None
-    for ours, theirs in zip(places.angles, LlamaRotaryEmbedding(config)(x, torch.arange(2000)[None]), strict=True):
+    for ours, theirs in zip(places.angles, LlamaRotaryEmbedding(config)(x, torch.arange(5000)[None]), strict=True):
         # one unit: vectorised cosines and the scalar ones at the end of a loop may round differently
         assert_equal(ours[:, :, 0], theirs[..., : rotated // 2], torch.finfo(torch.float32).eps)
 
@@ -160,11 +170,8 @@ def test_llama_eager(kv_heads: int):
 
 
 def test_packed_texts():
-    """Our segments are their mask between texts and their positions that restart."""
     ours, theirs = llama(kv_heads=2)
-    lengths = [[4, 6, 3], [1, 5, 7]]
-    segments = torch.stack([torch.arange(3).repeat_interleave(torch.tensor(row)) for row in lengths])
-    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in lengths])
+    segments, positions = packed_texts()
     x = inputs()
     angles = LlamaRotaryEmbedding(theirs.config)(x, positions)
     expected = theirs(x, position_embeddings=angles, attention_mask=causal_mask(segments))[0]
@@ -347,7 +354,7 @@ def test_deepseek_pairing_matters():
 
 # whole models
 
-VOCAB = 40
+VOCAB, CONTEXT = 40, 26
 LLAMA_MODEL_NAMES = {
     "model.embed_tokens.": "embed.",
     "model.norm.": "norm.",
@@ -384,8 +391,8 @@ def assert_same_logits(ours: Decoder, theirs: nn.Module, tolerance: float) -> No
     assert_equal(torch.cat([ours(chunk, cache=cache) for chunk in ids.split(5, 1)], 1), expected, tolerance)
 
 
-def token_ids(tokens: int) -> Tensor:
-    return torch.randint(VOCAB, (3, tokens), generator=torch.Generator().manual_seed(2))
+def token_ids(tokens: int, rows: int = 2) -> Tensor:
+    return torch.randint(VOCAB, (rows, tokens), generator=torch.Generator().manual_seed(2))
 
 
 def llama_models(eps: float = 1e-6) -> tuple[Decoder, LlamaForCausalLM]:
@@ -421,16 +428,6 @@ def test_llama_model(eps: float):
     assert_same_logits(*llama_models(eps), SINGLE)
 
 
-@pytest.mark.parametrize("padding", [[0, 0, 0], [0, 2, 5]])
-def test_llama_model_generates_the_same(padding: list[int]):
-    models: tuple[Decoder, Any] = llama_models()
-    ours, theirs = models
-    prompt, left_padding = token_ids(6), torch.tensor(padding)
-    mask = (torch.arange(6) >= left_padding[:, None]).long()
-    expected = theirs.generate(prompt, attention_mask=mask, do_sample=False, max_new_tokens=20)
-    assert ours.generate(prompt, 20, temperature=0, left_padding=left_padding).tolist() == expected.tolist()
-
-
 def gpt2_weights(theirs: GPT2LMHeadModel) -> State:
     """Their matrices the other way round (they multiply from the right), with q, k and v taken apart."""
     weights = {}
@@ -444,16 +441,16 @@ def gpt2_weights(theirs: GPT2LMHeadModel) -> State:
     return weights
 
 
-def test_gpt2_model():
-    # their default GELU is the tanh approximation; "gelu" is the exact one
+def gpt2_models() -> tuple[Decoder, GPT2LMHeadModel]:
     config = configured(
         GPT2Config,
         vocab_size=VOCAB,
-        n_positions=TOKENS,
+        n_positions=CONTEXT,
         n_layer=2,
-        activation_function="gelu",
+        activation_function="gelu",  # the exact one; their default is an approximation
         bos_token_id=None,
         eos_token_id=None,
+        pad_token_id=0,
     )
     theirs = randomised(GPT2LMHeadModel(config))
     spec = DecoderSpec(
@@ -465,6 +462,41 @@ def test_gpt2_model():
         norm="layer",
         norm_eps=1e-5,
         bias=True,
-        context=TOKENS,
+        context=CONTEXT,
     )
-    assert_same_logits(loaded(Decoder(spec), gpt2_weights(theirs)), theirs, EXACT)
+    return loaded(Decoder(spec), gpt2_weights(theirs)), theirs
+
+
+def test_gpt2_model():
+    assert_same_logits(*gpt2_models(), EXACT)
+
+
+def test_gpt2_model_on_packed_texts():
+    # unlike RoPE, learned positions show where counting starts
+    ours, theirs = gpt2_models()
+    ids = token_ids(TOKENS)
+    segments, positions = packed_texts()
+    expected = theirs(ids, attention_mask=causal_mask(segments), position_ids=positions).logits
+    assert_equal(ours(ids, segments=segments), expected, EXACT)
+
+
+@pytest.mark.parametrize(("models", "tolerance"), [(llama_models, SINGLE), (gpt2_models, EXACT)])
+def test_left_padding(models: Callable[[], tuple[Decoder, nn.Module]], tolerance: float):
+    ours, theirs = models()
+    ids, padding = token_ids(TOKENS), torch.tensor([2, 7])
+    text = torch.arange(TOKENS) >= padding[:, None]
+    positions = (torch.arange(TOKENS) - padding[:, None]).clamp(min=0)
+    expected = theirs(ids, attention_mask=text.long(), position_ids=positions).logits
+    actual = ours(ids, cache=ours.new_cache(2, TOKENS, left_padding=padding))
+    assert_equal(actual[text], expected[text], tolerance)
+
+
+@pytest.mark.parametrize("padding", [[0, 0, 0], [0, 2, 5]])
+@pytest.mark.parametrize("models", [llama_models, gpt2_models])
+def test_greedy_generation(models: Callable[[], tuple[Decoder, Any]], padding: list[int]):
+    ours, theirs = models()
+    prompt, left_padding = token_ids(6, rows=3), torch.tensor(padding)
+    mask = (torch.arange(6) >= left_padding[:, None]).long()
+    expected = theirs.generate(prompt, attention_mask=mask, do_sample=False, max_new_tokens=CONTEXT - 6)
+    actual = ours.generate(prompt, CONTEXT - 6, temperature=0, left_padding=left_padding)
+    assert actual.tolist() == expected.tolist()

@@ -186,7 +186,7 @@ def test_leapfrog_shares_neighbouring_kicks() -> None:
 def test_identity_start_leaves_the_models_logits_bit_equal(kind: Any, sharing: Any) -> None:
     """One seed gives both models the same other weights, so their logits agree bit for bit."""
     plain = Decoder(recipe("nano", kv_heads=2), seed=3)
-    start = {} if kind == "affine" else {"init": "identity"}  # affine starts there by itself
+    start: dict[str, Any] = {} if kind == "affine" else {"init": "identity"}  # affine starts there by itself
     spec = CouplingSpec(kind=kind, steps=2, force_sharing=sharing, step_sharing="per-layer", **start)
     coupled = Decoder(recipe("nano", kv_heads=2, coupling=spec), seed=3)
     ids = torch.randint(4096, (2, 32))
@@ -235,7 +235,8 @@ def test_only_linear_folds() -> None:
 
 def test_added_parameters_at_60m() -> None:
     plain = recipe("60m").parameters()
-    for sharing, share in (("per-layer", 0.112), ("per-head", 0.110)):
+    expected: list[tuple[Any, float]] = [("per-layer", 0.112), ("per-head", 0.110)]
+    for sharing, share in expected:
         coupled = recipe("60m", coupling=CouplingSpec(kind="leapfrog", force_sharing=sharing)).parameters()
         assert round(100 * (coupled - plain) / plain, 3) == share
     affine = recipe("455m", coupling=CouplingSpec(kind="affine")).parameters()

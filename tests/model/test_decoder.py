@@ -139,7 +139,7 @@ def test_recipes_have_the_published_sizes() -> None:
     assert SIZES.keys() == RECIPES.keys()
     for name, millions in SIZES.items():
         assert recipe(name).parameters() / 1e6 == pytest.approx(millions, abs=0.006), name
-    with pytest.raises(ValueError, match="recipe must be one of .*did you mean '60m'"):
+    with pytest.raises(ValueError, match=r"recipe must be one of .*did you mean '60m'"):
         recipe("60mm")
 
 

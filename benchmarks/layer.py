@@ -3,10 +3,10 @@
     python benchmarks/layer.py                 # nano on the CPU, 51m on a GPU
     python benchmarks/layer.py --rounds 30 --model 124m
 
-Correctness comes first: an arm whose cached decoding strays from its full forward, or whose compiled loss strays from the
-eager one, is not measured and the command fails. Times are medians over interleaved rounds. The floors are the fewest FLOPs
-(training: three times the forward's matrix products) over this machine's own matrix rate, and the fewest bytes (decoding:
-weights and cache read once) over its own copy rate.
+Correctness comes first: an arm whose cached decoding strays from its full forward, or whose compiled loss strays from
+the eager one, is not measured and the command fails. Times are medians over interleaved rounds. The floors are the
+fewest FLOPs (training: three times the forward's matrix products) over this machine's own matrix rate, and the fewest
+bytes (decoding: weights and cache read once) over its own copy rate.
 """
 
 import argparse
@@ -16,25 +16,29 @@ from typing import Any
 
 import torch
 
-from measure import copy_rate, interleaved, keep, matrix_rate, median_and_spread, provenance, synchronize
-from qklab import CouplingSpec, Decoder, LatentSpec, recipe
+from measure import RESULTS, copy_rate, interleaved, keep, matrix_rate, median_and_spread, provenance
+from qklab import CouplingSpec, Decoder, DecoderSpec, LatentSpec, recipe
+from qklab.model import RECIPES
 
-ARMS: dict[str, dict[str, Any]] = {
-    "(Q,K,V)": {},
-    "(Q,K,V) again": {},  # the same model twice: a ratio closer to 1 than this pair's is noise
-    "(Q,K,V) gqa": {"kv_heads": 2},
-    "(Q,K=V)": {"share": "k=v"},
-    "(Q,K=V) on-read": {"share": "k=v", "kv_rotation": "on-read"},
-    "(Q=K=V)": {"share": "q=k=v"},
-    "MLA": {"latent": LatentSpec(query_rank=256, kv_rank=128, rope_width=32)},
-    "euler×1": {"coupling": CouplingSpec(kind="euler")},
-    "leapfrog×1": {"coupling": CouplingSpec(kind="leapfrog")},
-    "leapfrog×7": {"coupling": CouplingSpec(kind="leapfrog", steps=7)},
-    "affine×1": {"coupling": CouplingSpec(kind="affine")},
-    "qk-norm": {"norm": "qk"},
-    "differential": {"mix": "differential"},
-    "differential-v2": {"mix": "differential-v2"},
-}
+
+def arms(width: int) -> dict[str, dict[str, Any]]:
+    """The attention choices that are measured."""
+    return {
+        "(Q,K,V)": {},
+        "(Q,K,V) again": {},  # the same model twice: a ratio closer to 1 than this pair's is noise
+        "(Q,K,V) gqa": {"kv_heads": 2},
+        "(Q,K=V)": {"share": "k=v"},
+        "(Q,K=V) on-read": {"share": "k=v", "kv_rotation": "on-read"},
+        "(Q=K=V)": {"share": "q=k=v"},
+        "MLA": {"latent": LatentSpec(query_rank=width // 2, kv_rank=width // 4, rope_width=16)},
+        "euler×1": {"coupling": CouplingSpec(kind="euler")},
+        "leapfrog×1": {"coupling": CouplingSpec(kind="leapfrog")},
+        "leapfrog×7": {"coupling": CouplingSpec(kind="leapfrog", steps=7)},
+        "affine×1": {"coupling": CouplingSpec(kind="affine")},
+        "qk-norm": {"norm": "qk"},
+        "differential": {"mix": "differential"},
+        "differential-v2": {"mix": "differential-v2"},
+    }
 
 
 def check(model: Decoder, device: str) -> None:
@@ -80,15 +84,15 @@ class Training:
 class Decoding:
     """One new token for every row over a filled cache."""
 
-    def __init__(self, model: Decoder, batch: int, context: int, device: str):
+    def __init__(self, spec: DecoderSpec, batch: int, context: int, device: str):
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        self.model = Decoder(model.spec, seed=0).to(device, dtype)
+        self.model = Decoder(spec, seed=0).to(device, dtype)
         self.cache = self.model.new_cache(batch, context + 1)
         for layer in self.cache:
             for tensor in layer.tensors:
                 tensor.normal_()
         self.context, self.dtype = context, dtype
-        self.ids = torch.randint(model.spec.vocab, (batch, 1), device=device)
+        self.ids = torch.randint(spec.vocab, (batch, 1), device=device)
         self.rewind()
 
     def rewind(self) -> None:
@@ -113,77 +117,88 @@ def table(title: str, times: dict[str, list[float]], floors: dict[str, float], e
     for name, values in times.items():
         middle, spread = median_and_spread(values)
         rows[name] = {"ms": 1e3 * middle, "spread": spread, "ratio": middle / standard, "floor_ms": 1e3 * floors[name]}
-        line = f"  {name:<18} {1e3 * middle:>9.2f} {100 * spread:>4.1f}% {middle / standard:>6.3f} {middle / floors[name]:>8.2f}"
-        print(line, extra.get(name, ""))
+        timing = f"{1e3 * middle:>9.2f} {100 * spread:>4.1f}% {middle / standard:>6.3f} {middle / floors[name]:>8.2f}"
+        print(f"  {name:<18} {timing} ", extra.get(name, ""))
     return rows
+
+
+def measure_training(
+    specs: dict[str, DecoderSpec], batch: int, tokens: int, compiled: bool, rounds: int, device: str, rate: float
+) -> dict[str, Any]:
+    """Milliseconds per forward and backward, and on a GPU the bytes it needs on top of the weights."""
+    steps: dict[str, Training] = {}
+    peaks: dict[str, int] = {}
+    for arm, spec in specs.items():
+        print(f"preparing {arm} …", flush=True)
+        model = Decoder(spec, seed=0).to(device)
+        check(model, device)
+        steps[arm] = Training(model, batch, tokens, compiled, device)
+        steps[arm].check()
+        steps[arm]()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            steps[arm]()
+            peaks[arm] = torch.cuda.max_memory_allocated() - before
+    floors = {arm: 3 * batch * tokens * spec.flops_per_token(tokens) / rate for arm, spec in specs.items()}
+    notes = {arm: f"{peak / 2**30:5.1f} GiB" for arm, peak in peaks.items()}
+    title = f"training step, {batch} × {tokens} tokens, {'compiled' if compiled else 'eager'}"
+    return {"times": table(title, interleaved(steps, rounds, device), floors, notes), "activation_bytes": peaks}
+
+
+def measure_decoding(
+    specs: dict[str, DecoderSpec], batch: int, context: int, rounds: int, device: str, rate: float
+) -> dict[str, Any]:
+    """Milliseconds for one new token per row."""
+    steps = {arm: Decoding(spec, batch, context, device) for arm, spec in specs.items()}
+    owned = {arm: step.cache.bytes for arm, step in steps.items()}
+    floors = {arm: step.fewest_bytes() / rate for arm, step in steps.items()}
+    notes = {arm: f"{size / 2**20:8.1f} MiB cache" for arm, size in owned.items()}
+    title = f"decoding one token, {batch} rows over {context} cached tokens, eager"
+    return {"times": table(title, interleaved(steps, rounds, device), floors, notes), "cache_bytes": owned}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--model", help="recipe; nano on the CPU, 51m on a GPU")
+    parser.add_argument("--model", choices=list(RECIPES), help="nano on the CPU, 51m on a GPU")
     parser.add_argument("--batch", type=int, help="sequences per training step; 4 on the CPU, 64 on a GPU")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--decode-batch", type=int, help="rows decoded together; 4 on the CPU, 32 on a GPU")
-    parser.add_argument("--decode-context", type=int, help="tokens already cached; 1024 on the CPU, 16384 on a GPU")
-    parser.add_argument("--no-compile", action="store_true", help="measure eager mode only")
-    parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=list(ARMS), metavar="ARM")
+    parser.add_argument("--decode-context", type=int, help="tokens already cached; 1024 on the CPU, 8192 on a GPU")
+    parser.add_argument("--no-compile", action="store_true", help="train in eager mode, as on the CPU")
+    parser.add_argument("--arms", nargs="*", metavar="ARM", help=f"any of: {', '.join(arms(512))}")
     parser.add_argument("--commit", help="the commit measured, where git cannot be asked")
-    parser.add_argument("--out", type=Path, help="folder for the result file; benchmarks/results by default")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result file")
     options = parser.parse_args()
     device, gpu = options.device, options.device == "cuda"
     name = options.model or ("51m" if gpu else "nano")
+    known = arms(recipe(name).width)
+    wanted = options.arms or list(known)
+    if unknown := [arm for arm in wanted if arm not in known]:
+        parser.error(f"there is no arm {unknown[0]!r}; the arms are {', '.join(known)}")
+    specs = {arm: recipe(name, **choices) for arm, choices in known.items() if arm in wanted or arm == "(Q,K,V)"}
     batch, tokens = options.batch or (64 if gpu else 4), 1024 if gpu else 256
     decode_batch = options.decode_batch or (32 if gpu else 4)
-    context = options.decode_context or (16_384 if gpu else 1024)
-    compiled = not options.no_compile and gpu
-    arms = ["(Q,K,V)", *(arm for arm in options.arms if arm != "(Q,K,V)")]
+    context = options.decode_context or (8192 if gpu else 1024)
+    compiled = gpu and not options.no_compile
 
     torch.manual_seed(0)
-    print(f"ceilings of {provenance(device, options.commit)['device']}:", end=" ", flush=True)
-    dtype = torch.bfloat16 if gpu else torch.float32
-    flops, bandwidth = matrix_rate(device, dtype), copy_rate(device)
-    print(f"{flops / 1e12:.2f} TFLOP/s, {bandwidth / 1e9:.0f} GB/s")
+    torch._dynamo.config.recompile_limit = 4 * len(known)  # one compilation per arm, none of them evicted
+    rate, bandwidth = matrix_rate(device, torch.bfloat16 if gpu else torch.float32), copy_rate(device)
+    told = provenance(device, options.commit)
+    print(f"{name} on {told['device']}: {rate / 1e12:.2f} TFLOP/s in products, {bandwidth / 1e9:.0f} GB/s in copies")
     result: dict[str, Any] = {
-        "provenance": provenance(device, options.commit),
-        "model": name, "batch": batch, "tokens": tokens, "compiled": compiled,
-        "decode_batch": decode_batch, "decode_context": context,
-        "matrix_tflops": flops / 1e12, "copy_gbytes_per_s": bandwidth / 1e9,
-    }  # fmt: skip
-
-    training: dict[str, Training] = {}
-    memory: dict[str, str] = {}
-    for arm in arms:
-        print(f"preparing {arm} …", flush=True)
-        model = Decoder(recipe(name, **ARMS[arm]), seed=0).to(device)
-        check(model, device)
-        torch._dynamo.reset()
-        training[arm] = Training(model, batch, tokens, compiled, device)
-        training[arm].check()
-        training[arm]()
-        synchronize(device)
-        if gpu:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            training[arm]()
-            peak = torch.cuda.max_memory_allocated() - before
-            memory[arm] = f"{peak / 2**30:5.1f} GiB"
-            result.setdefault("training_activation_bytes", {})[arm] = peak
-    floors = {
-        arm: 3 * batch * tokens * step.model.spec.flops_per_token(tokens) / flops for arm, step in training.items()
+        "provenance": told,
+        "model": name,
+        "ceilings": {"flops_per_s": rate, "copy_bytes_per_s": bandwidth},
+        "training_set_up": {"batch": batch, "tokens": tokens, "compiled": compiled},
+        "decoding_set_up": {"batch": decode_batch, "context": context},
     }
-    title = f"training step, {name}, {batch} × {tokens} tokens, {'compiled' if compiled else 'eager'}"
-    result["training"] = table(title, interleaved(training, options.rounds, device), floors, memory)
-
-    decoding = {arm: Decoding(step.model, decode_batch, context, device) for arm, step in training.items()}
-    bytes_ = {arm: step.cache.bytes for arm, step in decoding.items()}
-    floors = {arm: step.fewest_bytes() / bandwidth for arm, step in decoding.items()}
-    title = f"decoding one token, {name}, {decode_batch} rows over {context} cached tokens, eager"
-    notes = {arm: f"{size / 2**20:8.1f} MiB cache" for arm, size in bytes_.items()}
-    result["decoding"] = table(title, interleaved(decoding, options.rounds, device), floors, notes)
-    result["decoding_cache_bytes"] = bytes_
-    keep(f"layer-{name}-{device}", result, options.out or Path(__file__).parent / "results")
+    result["training"] = measure_training(specs, batch, tokens, compiled, options.rounds, device, rate)
+    result["decoding"] = measure_decoding(specs, decode_batch, context, options.rounds, device, bandwidth)
+    keep(f"layer-{name}-{device}", result, options.out)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,106 @@
+"""The documentation is held to the code: drawings and tables are current, snippets and commands run, links resolve."""
+
+import re
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from qklab import cli
+from qklab.attention.couple import COUPLINGS, FORCES
+from qklab.attention.mix import MIXES
+from qklab.attention.norm import NORMS
+from qklab.attention.project import PROJECTIONS
+from qklab.attention.rotate import KV_ROTATIONS, POSITIONS
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted((ROOT / "docs/mechanisms").glob("*.md"))
+TEXT = {page: page.read_text(encoding="utf-8") for page in PAGES}
+ALL = "\n".join(TEXT.values())
+SNIPPETS = [
+    pytest.param(snippet, id=f"{page.stem}-{i}")
+    for page, text in TEXT.items()
+    for i, snippet in enumerate(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+]
+COMMANDS = sorted(set(re.findall(r"^qklab (describe.*)$", ALL, re.MULTILINE)))
+REGISTRIES = {
+    "share": PROJECTIONS,
+    "kind": COUPLINGS,
+    "force": FORCES,
+    "norm": NORMS,
+    "position": POSITIONS,
+    "kv_rotation": KV_ROTATIONS,
+    "mix": MIXES,
+}
+
+
+def build_check(docs: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Exit code of `python docs/build.py --check`, without paying for another process."""
+    monkeypatch.syspath_prepend(docs)
+    monkeypatch.setattr(sys, "argv", ["build.py", "--check"])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(docs / "build.py"), run_name="__main__")
+    assert isinstance(stopped.value.code, int)
+    return stopped.value.code
+
+
+def test_drawings_and_tables_are_current(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    code = build_check(ROOT / "docs", monkeypatch)
+    assert code == 0, f"run `python docs/build.py`:\n{capsys.readouterr().out}"
+
+
+def test_the_check_names_what_is_stale_and_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    docs = tmp_path / "docs"
+    shutil.copytree(ROOT / "docs", docs)
+    page, drawing = docs / "mechanisms/leapfrog.md", docs / "mechanisms/leapfrog.svg"
+    altered = page.read_text(encoding="utf-8").replace("1,056,897", "1,056,898")
+    page.write_text(altered, encoding="utf-8")
+    drawing.unlink()
+    assert build_check(docs, monkeypatch) == 1
+    said = capsys.readouterr().out
+    assert "leapfrog.md" in said
+    assert "leapfrog.svg" in said
+    assert len(said.splitlines()) == 2
+    assert page.read_text(encoding="utf-8") == altered
+    assert not drawing.exists()
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS)
+def test_snippets_run(snippet: str):
+    exec(compile(snippet, "snippet", "exec"), {})
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_describe_commands_run(command: str):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(command.split())
+    assert not stopped.value.code
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_links_and_images_resolve(page: Path):
+    targets = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    paths = [target.split("#")[0] for target in targets if not re.match(r"[a-z]+:", target)]
+    assert not [path for path in paths if path and not (page.parent / path).exists()]
+
+
+@pytest.mark.parametrize(("field", "name"), [(field, name) for field, names in REGISTRIES.items() for name in names])
+def test_every_choice_is_on_some_page(field: str, name: str):
+    assert f'{field}="{name}"' in ALL
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "README.md"], ids=lambda page: page.stem)
+def test_every_page_is_indexed_and_complete(page: Path):
+    text = TEXT[page]
+    assert f"({page.name})" in TEXT[page.with_name("README.md")]
+    assert f"({page.stem}.svg)" in text
+    marks = ["```", "![", "```python", "## What it costs", "## Goes with, and refuses", "## What is known"]
+    places = [text.index(mark) for mark in marks]
+    assert places == sorted(places)
+    assert "Q-K" not in text  # readers take the dash for a minus sign

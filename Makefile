@@ -47,5 +47,9 @@ bench: $(VENV)/.qklab
 	@echo "== measuring attention layers on this machine"
 	@$(BIN)/python benchmarks/layer.py $(BENCH_ARGS)
 
+docs: $(VENV)/.qklab
+	@echo "== redrawing docs"
+	@$(BIN)/python docs/build.py
+
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache build dist

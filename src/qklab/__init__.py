@@ -20,6 +20,5 @@ __all__ = [
     "DecoderSpec",
     "LatentSpec",
     "SpecError",
-    
     "recipe",
 ]

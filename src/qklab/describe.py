@@ -52,6 +52,10 @@ def as_text(spec: AttentionSpec) -> str:
     lines += ["", f"  {'one layer':<38} {'this':>14} {'(Q,K,V)':>14}"]
     for (what, now), before in zip(figures(spec).items(), figures(baseline(spec)).values(), strict=True):
         lines.append(f"  {what:<38} {now:>14,} {before:>14,}  {change(now, before)}")
+    if spec.position == "learned":
+        lines.append(
+            "  (learned positions live in the decoder, context × width parameters once per model, not per layer)"
+        )
     if not spec.causal:
         lines.append("  (a bidirectional layer is never cached; the cache figures are those of its causal twin)")
     return "\n".join(lines)

@@ -29,6 +29,14 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def told(name: str, value: object, before: object) -> str:
+    """ "name=value", or where both are specs only their fields that differ: "name.field=value"."""
+    if not (isinstance(value, Spec) and isinstance(before, Spec)):
+        return f"{name}={shown(value)}"
+    new, old = value.to_dict(), before.to_dict()
+    return ", ".join(f"{name}.{field}={shown(v)}" for field, v in new.items() if v != old[field])
+
+
 def suggestion(word: object, known: Iterable[object]) -> str:
     """ " (did you mean 'x'?)" when `word` is close to something known, else nothing."""
     close = difflib.get_close_matches(str(word), [str(k) for k in known], n=1)
@@ -139,7 +147,7 @@ class Spec:
         if broken is not None:
             came = f"{broken.field}={shown(getattr(self, broken.field))}"
             nearest = self._nearest()
-            changes = ", ".join(f"{name}={shown(value)}" for name, value in nearest.items())
+            changes = ", ".join(told(name, value, getattr(self, name)) for name, value in nearest.items())
             raise SpecError(
                 f"{came} is refused: {broken.reason(self)}; nearest legal: {changes}.", broken.field, nearest
             )

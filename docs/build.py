@@ -1,0 +1,152 @@
+"""Redraws the drawings and rewrites the cost tables of docs/, so that neither can go stale.
+
+python docs/build.py            writes what has changed
+python docs/build.py --check    changes nothing, names what is stale and exits 1
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from drawings import DRAWINGS
+
+from qklab import AttentionSpec, CouplingSpec, LatentSpec, recipe
+from qklab.describe import CONTEXT, LONG, change
+
+DOCS = Path(__file__).parent
+BLOCK = re.compile(r"(?<=<!-- costs: begin -->\n).*?(?=<!-- costs: end -->)", re.DOTALL)
+
+Choices = dict[str, Any]
+
+
+def coupled(kind: str, **options: Any) -> Choices:
+    return {"coupling": CouplingSpec.from_dict({"kind": kind} | options)}
+
+
+MLA: Choices = {"latent": LatentSpec(query_rank=256, kv_rank=128, rope_width=32)}
+
+# page → what its table compares with (Q,K,V) at width 512 and 8 heads
+COSTS: dict[str, list[Choices]] = {
+    "separate": [{"kv_heads": 4}, {"kv_heads": 2}, {"kv_heads": 1}],
+    "shared-key-value": [{"share": "k=v"}, {"share": "k=v", "kv_heads": 2}, {"share": "k=v", "kv_heads": 1}],
+    "shared-query-key": [{"share": "q=k"}],
+    "shared-all": [{"share": "q=k=v"}],
+    "latent": [MLA, {"latent": LatentSpec(query_rank=256, kv_rank=64, rope_width=32)}],
+    "coupling": [
+        *(coupled(kind) for kind in ("euler", "symplectic-euler", "leapfrog", "affine", "uncoupled", "linear")),
+        coupled("leapfrog", steps=7),
+        coupled("leapfrog", force="gradient"),
+        coupled("leapfrog", force_sharing="per-head"),
+        coupled("leapfrog") | {"kv_heads": 2},
+    ],
+    "euler": [coupled("euler"), coupled("euler", steps=7)],
+    "symplectic-euler": [coupled("symplectic-euler"), coupled("symplectic-euler", force="gradient")],
+    "leapfrog": [coupled("leapfrog"), coupled("leapfrog", steps=7), coupled("leapfrog", force="gradient")],
+    "affine": [coupled("affine"), coupled("affine", force_sharing="per-head"), coupled("affine", force_width=21)],
+    "uncoupled": [coupled("uncoupled"), coupled("euler")],
+    "linear": [coupled("linear"), coupled("linear", force_sharing="per-head")],
+    "qk-norm": [{"norm": "qk"}, {"share": "k=v"}, {"norm": "qk", "share": "k=v"}],
+    "rope": [{"rope_fraction": 0.25}, {"share": "k=v"}, {"share": "k=v", "kv_rotation": "on-read"}],
+    "learned-positions": [{"position": "learned"}],
+    "asymmetry-2d": [
+        {"share": "q=k", "causal": False},
+        {"share": "q=k", "causal": False, "asymmetry_2d": True},
+        {"share": "q=k=v", "causal": False, "asymmetry_2d": True, "asymmetry_free_scale": True},
+    ],
+    "softmax": [],
+    "differential": [{"mix": "differential"}, {"mix": "differential", "share": "k=v"}],
+    "differential-v2": [{"mix": "differential-v2"}, {"mix": "differential-v2", "kv_heads": 2}],
+}
+
+# the rows of the cache page, at width 1024 and 16 heads
+CACHED: list[Choices] = [
+    {},
+    coupled("leapfrog"),
+    {"mix": "differential"},
+    {"share": "q=k"},
+    {"share": "k=v"},
+    {"share": "q=k=v"},
+    {"kv_heads": 4},
+    {"share": "k=v", "kv_heads": 4},
+    {"kv_heads": 1},
+    {"share": "k=v", "kv_heads": 1},
+    {"latent": LatentSpec(query_rank=512, kv_rank=256, rope_width=64)},
+]
+
+
+def table(rows: list[list[str]]) -> str:
+    """Markdown, the first column to the left and the others to the right."""
+    rule = ["---", *["---:"] * (len(rows[0]) - 1)]
+    return "".join(f"| {' | '.join(row)} |\n" for row in [rows[0], rule, *rows[1:]])
+
+
+def against(now: int, before: int) -> str:
+    return f"{now:,}" if now == before else f"{now:,} ({change(now, before)})"
+
+
+def cost_table(choices: list[Choices]) -> str:
+    """What one layer costs next to (Q,K,V), and what that makes of the whole 60M model."""
+    plain, model = AttentionSpec(width=512, heads=8), recipe("60m").parameters()
+    rows = [["width 512, 8 heads", "parameters", f"FLOPs per token at {CONTEXT:,} tokens", "cache bytes per token",
+             "parameters of the 60M model"]]  # fmt: skip
+    for choice in [{}, *choices]:
+        spec, whole = plain.replace(**choice), recipe("60m", **choice).parameters()
+        rows.append([
+            spec.name,
+            against(spec.parameters(), plain.parameters()),
+            against(spec.flops_per_token(CONTEXT), plain.flops_per_token(CONTEXT)),
+            against(spec.cache_bytes(1), plain.cache_bytes(1)) if spec.causal else "never cached",
+            f"{whole:,}" if whole == model else f"{100 * (whole - model) / model:+.3g} %".replace("-", "−"),
+        ])  # fmt: skip
+    return table(rows) + "\nOne layer; FLOPs are the forward matrix products; cache in bf16.\n"
+
+
+def cache_table() -> str:
+    """Bytes of one layer's cache, exactly."""
+    plain = AttentionSpec(width=1024, heads=16)
+    rows = [["width 1024, 16 heads, bf16", "bytes per token", f"{LONG:,} tokens", "against (Q,K,V)"]]
+    for choice in CACHED:
+        spec = AttentionSpec(width=1024, heads=16, **choice)
+        saved = 1 - spec.cache_bytes(1) / plain.cache_bytes(1)
+        size = f"{spec.cache_bytes(LONG) / 2**20:g} MiB"
+        rows.append([spec.name, f"{spec.cache_bytes(1):,}", size, f"−{100 * saved:g} %" if saved else "±0 %"])
+    return table(rows) + "\nOne layer, one sequence.\n"
+
+
+def page(name: str, costs: str) -> str:
+    """The page as it should be: what is there, with the costs between its markers."""
+    text = (DOCS / f"mechanisms/{name}.md").read_text(encoding="utf-8")
+    if len(BLOCK.findall(text)) != 1:
+        sys.exit(f"docs/mechanisms/{name}.md needs one pair of lines <!-- costs: begin --> and <!-- costs: end -->.")
+    return BLOCK.sub(lambda _: costs, text)
+
+
+def wanted() -> Iterator[tuple[Path, str]]:
+    for name, draw in DRAWINGS.items():
+        yield DOCS / name, draw().svg()
+    for name, choices in COSTS.items():
+        yield DOCS / f"mechanisms/{name}.md", page(name, cost_table(choices))
+    yield DOCS / "mechanisms/cache.md", page("cache", cache_table())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Redraw the drawings and cost tables of docs/.")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 and name what is stale")
+    check = parser.parse_args().check
+    files = dict(wanted())
+    stale = [path for path, text in files.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    orphans = sorted({*DOCS.glob("*.svg"), *DOCS.glob("mechanisms/*.svg")} - set(files))
+    for path in stale:
+        print(f"{'stale' if check else 'written'}: {path.relative_to(DOCS.parent)}")
+        if not check:
+            path.write_text(files[path], encoding="utf-8")
+    for path in orphans:
+        print(f"drawn by nothing, delete it: {path.relative_to(DOCS.parent)}")
+    sys.exit(1 if orphans or (check and stale) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import operator
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_type_hints
@@ -110,6 +111,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except ValueError as error:
         print(f"qklab: {error}", file=sys.stderr)
         code = 2
+    except BrokenPipeError:  # the reader, e.g. `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
     sys.exit(code)
 
 

@@ -166,10 +166,16 @@ class Spec:
             changes.update(repair)
             for name, value in repair.items():
                 object.__setattr__(draft, name, value)
-        return {name: value for name, value in changes.items() if value != getattr(self, name)}
+        before, after = self.defaults(), draft.defaults()
+        for name in before:  # a value that followed from others must be named once those others change
+            if getattr(self, name) in (None, before[name]) and after[name] != getattr(draft, name):
+                changes[name] = getattr(draft, name)
+        return {name: value for name, value in changes.items() if name in before or value != getattr(self, name)}
 
     def replace(self, **changes: Any) -> Self:
-        """This spec with some fields changed, checked again."""
+        """This spec with some fields changed, checked again; fields that followed from others follow again."""
+        derived = self.defaults()
+        changes = {name: None for name in derived if getattr(self, name) == derived[name]} | changes
         return dataclasses.replace(self, **changes)  # pyright: ignore[reportArgumentType]
 
     def to_dict(self) -> dict[str, Any]:

@@ -40,7 +40,7 @@ Pairing = Callable[[Tensor, int], Tensor]
 
 
 def randomised(module: Module) -> Module:
-    """The module in float64 with random weights, large enough that no attention is nearly uniform."""
+    """The module in float64 with every weight random, gains, biases and λ included."""
     generator = torch.Generator().manual_seed(2)
     module.double().eval().requires_grad_(False)
     for name, parameter in module.named_parameters():
@@ -73,7 +73,7 @@ def renamed(state: State, names: dict[str, str]) -> State:
 
 
 def configured(kind: Callable[..., Config], **choices: Any) -> Config:
-    """A tiny configuration. "sdpa" is their only attention with a softmax in float64."""
+    """A tiny configuration; "sdpa" keeps the softmax in float64, which most of their eager attentions do not."""
     common: dict[str, Any] = {"hidden_size": WIDTH, "num_attention_heads": 4, "attn_implementation": "sdpa"}
     return kind(**common | choices)
 

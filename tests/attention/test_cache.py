@@ -110,6 +110,30 @@ def test_wrong_batches_and_paddings_are_refused() -> None:
         attention.new_cache(0, 4)
 
 
+def test_a_cache_of_another_spec_is_refused_untouched() -> None:
+    attention, x = layer("(Q,K,V)"), inputs()
+    for name in ("(Q,K=V)", "MLA"):
+        cache = layer(name).new_cache(2, 10)
+        with pytest.raises(ValueError, match=r"per token, but .* came; use this layer's own new_cache"):
+            attention(x, cache=cache)
+        assert cache.length == 0
+        assert not any(tensor.any() for tensor in cache.tensors)
+
+
+def test_torch_refuses_a_backward_through_overwritten_tokens() -> None:
+    attention, x = layer("(Q,K,V)"), inputs()
+    cache = attention.new_cache(2, 10)
+    outputs = [attention(chunk, cache=cache) for chunk in x.split(5, 1)]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        outputs[0].sum().backward()
+
+
+def test_places_and_segments_exclude_each_other() -> None:
+    attention, x = layer("(Q,K,V)"), inputs()
+    with pytest.raises(ValueError, match="give one of the two"):
+        attention(x, segments=torch.zeros(2, 10, dtype=torch.long), places=attention.locate(x))
+
+
 def test_segments_and_a_cache_exclude_each_other() -> None:
     attention, x = layer("(Q,K,V)"), inputs()
     with pytest.raises(ValueError, match="exclude each other"):

@@ -233,6 +233,14 @@ def test_only_linear_folds() -> None:
             Attention(AttentionSpec(width=16, heads=4, coupling=spec)).fold()
 
 
+def test_a_2d_asymmetry_does_not_fold() -> None:
+    spec = AttentionSpec(
+        width=16, heads=4, share="q=k", causal=False, asymmetry_2d=True, coupling=CouplingSpec(kind="linear")
+    )
+    with pytest.raises(ValueError, match="the 2-D asymmetry exists only where they are one"):
+        Attention(spec).fold()
+
+
 def test_added_parameters_at_60m() -> None:
     plain = recipe("60m").parameters()
     expected: list[tuple[Any, float]] = [("per-layer", 0.112), ("per-head", 0.110)]

@@ -29,6 +29,7 @@ ILLEGAL: list[tuple[dict[str, Any], str]] = [
     ({"position": "learned", "rope_base": 500.0}, "rope_base"),
     ({"heads": 3, "head_width": 4, "mix": "differential"}, "heads"),
     ({"kv_heads": 1, "mix": "differential"}, "kv_heads"),
+    ({"width": 12, "heads": 3, "mix": "differential"}, "heads"),
     ({"share": "q=k", "mix": "differential-v2"}, "mix"),
     ({"kv_rotation": "on-read"}, "kv_rotation"),
     ({"share": "k=v", "position": "none", "kv_rotation": "on-read"}, "kv_rotation"),
@@ -119,6 +120,14 @@ def test_specs_round_trip_through_json_and_hash_by_value() -> None:
     with pytest.raises(AttributeError):
         spec.width = 64  # pyright: ignore[reportAttributeAccessIssue]
     assert len({spec, spec.replace(norm="none"), spec.replace()}) == 2
+
+
+def test_derived_fields_follow_when_their_source_is_replaced() -> None:
+    spec = AttentionSpec(width=512, heads=8)
+    assert (spec.replace(heads=16).kv_heads, spec.replace(heads=16).head_width) == (16, 32)
+    assert spec.replace(width=1024).head_width == 128
+    chosen = AttentionSpec(width=512, heads=8, kv_heads=2, head_width=32)
+    assert (chosen.replace(heads=16).kv_heads, chosen.replace(heads=16).head_width) == (2, 32)
 
 
 def test_names() -> None:

@@ -105,6 +105,17 @@ def test_arms_share_the_initial_values_of_shared_parameters() -> None:
     assert torch.equal(first.head.weight, second.head.weight)
 
 
+def test_initial_values_do_not_depend_on_torchs_default_precision() -> None:
+    spec = recipe("nano", coupling=CouplingSpec(kind="leapfrog"), mix="differential")
+    usual = Decoder(spec, seed=7).state_dict()
+    torch.set_default_dtype(torch.float64)
+    try:
+        double = Decoder(spec, seed=7).state_dict()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(double[name].float(), value) for name, value in usual.items())
+
+
 def test_initialisation_follows_the_table() -> None:
     coupling = CouplingSpec(kind="affine")
     decoder = Decoder(recipe("nano", coupling=coupling, norm="qk", bias=True).replace(bias=True), seed=0)
@@ -141,6 +152,11 @@ def test_recipes_have_the_published_sizes() -> None:
         assert recipe(name).parameters() / 1e6 == pytest.approx(millions, abs=0.006), name
     with pytest.raises(ValueError, match=r"recipe must be one of .*did you mean '60m'"):
         recipe("60mm")
+
+
+def test_recipes_keep_their_width_when_heads_change() -> None:
+    assert recipe("60m", heads=16).attention.head_width == 32
+    assert recipe("60m", heads=16).parameters() == recipe("60m").parameters()
 
 
 def test_classic_recipes_are_gpt2s_family() -> None:

@@ -2,6 +2,9 @@
 
 A cache starts with room for `tokens` tokens. Filled beyond that it grows, over-allocating by at most half
 (`spare_bytes` says by how much), or with `grow=False` refuses before anything is written.
+
+Caches are for inference: decode under `torch.no_grad()`. With gradients on, the first chunk backpropagates as a full
+forward does; once later tokens are written beside it torch refuses to, rather than give a wrong gradient.
 """
 
 from __future__ import annotations
@@ -73,6 +76,9 @@ class Cache:
         batch, tokens = new[0].shape[:2]
         if batch != self.batch:
             raise ValueError(f"the cache holds {self.batch} sequences, but {batch} came; make one with batch={batch}.")
+        held, came = ([list(tensor.shape[2:]) for tensor in tensors] for tensors in (self.tensors, new))
+        if held != came:
+            raise ValueError(f"this cache holds {held} per token, but {came} came; use this layer's own new_cache.")
         end = self.length + tokens
         if end > self.capacity:
             if not self.grow:

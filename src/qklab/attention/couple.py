@@ -22,7 +22,8 @@ def uniform_(tensor: Tensor, fan_in: int, generator: torch.Generator | None) -> 
     """torch's default for linear layers: U(−1/√fan_in, 1/√fan_in)."""
     bound = 1 / math.sqrt(fan_in)
     with torch.no_grad():
-        tensor.copy_(torch.empty(tensor.shape).uniform_(-bound, bound, generator=generator))
+        drawn = torch.empty(tensor.shape, device="cpu", dtype=torch.float32)
+        tensor.copy_(drawn.uniform_(-bound, bound, generator=generator))
 
 
 class HeadLinear(nn.Module):
@@ -90,7 +91,7 @@ class GradientForce(nn.Module):
         return -torch.einsum("btgro,goi->btgri", pull, self.inner.weight)
 
     def potential(self, u: Tensor) -> Tensor:
-        """U(u): [..., D] → [...]."""
+        """U(u): [B, T, G, R, D] → [B, T, G, R]."""
         return (self.amplitude * F.softplus(self.inner(u))).sum(-1)
 
     @staticmethod

@@ -37,7 +37,10 @@ class Attention(nn.Module):
         `segments` [B, T] packs several texts into a row: attention stays inside runs of equal ids. With `cache`, x
         follows what the cache holds and is added to it. `places`, from `self.locate`, is for callers that share it.
         """
-        places = self.locate(x, segments, cache) if places is None else places
+        if places is None:
+            places = self.locate(x, segments, cache)
+        elif segments is not None:
+            raise ValueError("places already say where the segments are; give one of the two.")
         q, k, v = self.project(x)
         if self.couple is not None:
             q, k = self.couple(q, k)
@@ -86,6 +89,8 @@ class Attention(nn.Module):
             raise ValueError(
                 f"only coupling kind='linear' folds into the projections, but this layer is {self.spec.name}."
             )
+        if self.spec.asymmetry_2d:
+            raise ValueError("a folded query and key differ, and the 2-D asymmetry exists only where they are one.")
         plain = Attention(self.spec.replace(coupling=None, share=self.project.folds_to), self.layer)
         plain.to(self.output.weight)
         own = {name: value for name, value in self.state_dict().items() if not name.startswith("couple.")}

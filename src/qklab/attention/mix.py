@@ -87,7 +87,8 @@ class Differential(Softmax):
     def reset(self, generator: torch.Generator | None = None) -> None:
         for lambdas in (self.query_lambdas, self.key_lambdas):
             with torch.no_grad():
-                lambdas.copy_(torch.empty(lambdas.shape).normal_(0, 0.1, generator=generator))
+                drawn = torch.empty(lambdas.shape, device="cpu", dtype=torch.float32)
+                lambdas.copy_(drawn.normal_(0, 0.1, generator=generator))
         if self.gain is not None:
             nn.init.ones_(self.gain)
 

@@ -24,7 +24,7 @@ class Places(NamedTuple):
     mask: Tensor | None  # [B or 1, 1, T, S], True where a query may attend; None: see `causal`
     causal: bool  # without a mask: the plain causal triangle (True) or everything (False)
     angles: Angles | None  # of the new tokens
-    key_angles: Angles | None  # of all S tokens
+    key_angles: Angles | None  # of all S tokens, where keys are rotated on reading
 
 
 def rope_angles(positions: Tensor, rotated: int, base: float, dtype: torch.dtype) -> Angles:
@@ -61,8 +61,9 @@ def locate(spec: AttentionSpec, x: Tensor, segments: Tensor | None, cache: Cache
     angles = key_angles = None
     if spec.rotated_width:
         precision = torch.float64 if x.dtype == torch.float64 else torch.float32
-        key_angles = rope_angles(key_positions, spec.rotated_width, spec.rope_base, precision)
-        angles = (key_angles[0][:, before:], key_angles[1][:, before:])
+        angles = rope_angles(positions, spec.rotated_width, spec.rope_base, precision)
+        if spec.kv_rotation == "on-read":
+            key_angles = rope_angles(key_positions, spec.rotated_width, spec.rope_base, precision)
     return Places(positions, mask, causal, angles, key_angles)
 
 

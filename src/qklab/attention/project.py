@@ -47,6 +47,10 @@ class Projection(nn.Module):
         """[B, T, heads·D] → [B, T, heads, D]."""
         return flat.unflatten(-1, (-1, self.head_width))
 
+    @classmethod
+    def formula_of(cls, spec: AttentionSpec) -> str:
+        return cls.formula
+
     def columns(self) -> tuple[Tensor, Tensor]:
         """W_q and W_k (a bias as one more column) as if each column were a token: [1, width (+1), heads, D]."""
         k = self.heads(columns(self.key))
@@ -100,7 +104,8 @@ class SharedKeyValue(Projection):
 
 
 class SharedQueryKey(Projection):
-    """(Q=K,V): one matrix for query and key. Without coupling the scores are symmetric."""
+    """(Q=K,V): one matrix for query and key. Scores are symmetric unless coupling, unequal gains under RoPE or the 2-D
+    asymmetry break it."""
 
     tuple_name = "(Q=K,V)"
     formula = "q = k = W_k x ; v = W_v x"
@@ -127,9 +132,6 @@ class Latent(nn.Module):
     """
 
     tuple_name: ClassVar[str] = "MLA"
-    formula: ClassVar[str] = (
-        "c_q = W_dq x ; q = [W_uq c_q ; R W_qr c_q] ; c = W_dkv x ; k = [W_uk c ; R W_kr x] ; v = W_uv c"
-    )
 
     def __init__(self, spec: AttentionSpec):
         super().__init__()
@@ -162,6 +164,14 @@ class Latent(nn.Module):
 
     def normalised(self, latent: Tensor, gain: Tensor | None) -> Tensor:
         return latent if gain is None else F.rms_norm(latent, latent.shape[-1:], gain.to(latent.dtype), self.eps)
+
+    @classmethod
+    def formula_of(cls, spec: AttentionSpec) -> str:
+        latent = spec.latent
+        assert latent is not None
+        norm = "norm(W_{} x)" if latent.norm else "W_{} x"
+        q, k = ("[W_uq c_q ; W_qr c_q]", "[W_uk c ; W_kr x]") if latent.rope_width else ("W_uq c_q", "W_uk c")
+        return f"c_q = {norm.format('dq')} ; q = {q} ; c = {norm.format('dkv')} ; k = {k} ; v = W_uv c"
 
     @classmethod
     def parameters_of(cls, spec: AttentionSpec) -> int:

@@ -138,8 +138,9 @@ class Asymmetry2D(nn.Module):
         """w·P_ij up to a constant per row: positions [B, T] → [B, 1, 1, T]."""
         column = self.channels // 2
         index = torch.arange(self.channels - column, device=positions.device)
-        frequency = torch.exp(-math.log(10_000.0) * (index - index % 2) / len(index))
-        angle = positions[:, :, None] * frequency
+        precision = torch.promote_types(dtype, torch.float32)
+        frequency = torch.exp(-math.log(10_000.0) * (index - index % 2).to(precision) / len(index))
+        angle = positions[:, :, None].to(precision) * frequency
         sinusoid = torch.where(index % 2 == 0, angle.sin(), angle.cos())
         return (sinusoid * self.weight[column:]).sum(-1).to(dtype)[:, None, None, :]
 

@@ -389,6 +389,7 @@ class AttentionSpec(Spec):
         words += ["qk-norm"] * (self.norm == "qk")
         words += {"rope": [], "learned": ["learned"], "none": ["nope"]}[self.position]
         words += [f"rope {100 * self.rope_fraction:.4g} %"] * (self.rope_fraction != 1.0)
+        words += [f"base {self.rope_base:g}"] * (self.rope_base != 10_000.0)
         words += [self.kv_rotation] * (self.kv_rotation != "once")
         words += ["2d" + "+s" * self.asymmetry_free_scale] * self.asymmetry_2d
         words += {"softmax": [], "differential": ["diff"], "differential-v2": ["diff-v2"]}[self.mix]
@@ -407,7 +408,7 @@ class AttentionSpec(Spec):
         if self.position == "learned":
             rotate = ["x_p ← x_p + e_p before the first layer", *rotate]
         return {
-            "project": self.projection.formula,
+            "project": self.projection.formula_of(self),
             "couple": couple,
             "normalise": norm,
             "rotate": " ; ".join(rotate),

@@ -53,4 +53,5 @@ def seed_of(seed: int, name: str) -> int:
 
 @torch.no_grad()
 def normal_(tensor: Tensor, std: float, generator: torch.Generator) -> None:
-    tensor.copy_(torch.empty(tensor.shape).normal_(0, std, generator=generator))
+    drawn = torch.empty(tensor.shape, device="cpu", dtype=torch.float32)
+    tensor.copy_(drawn.normal_(0, std, generator=generator))

@@ -17,14 +17,14 @@ def modern(
     layers: int, width: int, mlp: Literal["swiglu", "gelu"], vocab: int, context: int, attention: dict[str, Any]
 ) -> DecoderSpec:
     """Bias-free, tied, RMSNorm, RoPE, heads of 64: the family of the coupling papers and of our speed benchmarks."""
-    chosen: dict[str, Any] = {"heads": width // 64, "head_width": 64} | attention
+    chosen: dict[str, Any] = {"heads": width // 64} | attention
     spec = AttentionSpec(width=width, **chosen)
     return DecoderSpec(vocab=vocab, width=width, layers=layers, attention=spec, mlp=mlp, context=context)
 
 
 def classic(layers: int, width: int, vocab: int, context: int, attention: dict[str, Any]) -> DecoderSpec:
     """GPT-2's family, as in arXiv 2606.04032: LayerNorm, biases, GELU, learned positions, tied."""
-    chosen: dict[str, Any] = {"heads": width // 64, "head_width": 64, "position": "learned", "bias": True} | attention
+    chosen: dict[str, Any] = {"heads": width // 64, "position": "learned", "bias": True} | attention
     spec = AttentionSpec(width=width, **chosen)
     return DecoderSpec(
         vocab=vocab, width=width, layers=layers, attention=spec, mlp="gelu", norm="layer", bias=True, context=context
@@ -33,7 +33,7 @@ def classic(layers: int, width: int, vocab: int, context: int, attention: dict[s
 
 def nano(*, vocab: int = 4096, context: int = 256, **attention: Any) -> DecoderSpec:
     """4 × 128, SwiGLU 4d, 1.6M parameters: trains on a laptop."""
-    chosen = {"heads": 4, "head_width": 32} | attention
+    chosen = {"heads": 4} | attention
     return modern(4, 128, "swiglu", vocab, context, chosen)
 
 
@@ -53,7 +53,7 @@ def size_455m(*, vocab: int = GPT2_VOCAB, context: int = 1024, **attention: Any)
 
 
 def size_350m(*, vocab: int = GPT2_VOCAB, context: int = 1024, **attention: Any) -> DecoderSpec:
-    """24 × 1024, GELU 4d, 353M parameters (arXiv 2604.01683's 350M)."""
+    """24 × 1024, GELU 4d, 353.6M parameters (arXiv 2604.01683's 350M)."""
     return modern(24, 1024, "gelu", vocab, context, attention)
 
 

@@ -27,11 +27,22 @@ class Places(NamedTuple):
     key_angles: Angles | None  # of all S tokens, where keys are rotated on reading
 
 
-def rope_angles(positions: Tensor, rotated: int, base: float, dtype: torch.dtype) -> Angles:
-    """cos and sin of p · base^(−2i/rotated): positions [B, T] → two [B, T, 1, rotated/2]."""
+@torch.library.custom_op("qklab::rope_angles", mutates_args=())
+def rope_angles(positions: Tensor, rotated: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of p · base^(−2i/rotated): positions [B, T] → two [B, T, 1, rotated/2].
+
+    An operator of its own, which compilers do not look into: they would fuse these few numbers into every kernel that uses
+    them and compute powers, sines and cosines anew for every element of every layer.
+    """
     exponent = torch.arange(0, rotated, 2, device=positions.device, dtype=dtype) / rotated
     angles = positions.to(dtype)[:, :, None, None] * (1.0 / base**exponent)
     return angles.cos(), angles.sin()
+
+
+@rope_angles.register_fake
+def _(positions: Tensor, rotated: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    shape = (*positions.shape, 1, rotated // 2)
+    return positions.new_empty(shape, dtype=dtype), positions.new_empty(shape, dtype=dtype)
 
 
 def locate(spec: AttentionSpec, x: Tensor, segments: Tensor | None, cache: Cache | None) -> Places:

@@ -22,10 +22,10 @@ def turned(x: Tensor, angles: Angles | None, direction: float = 1.0) -> Tensor:
     """R_p x: rotate the pairs (x_i, x_{i+r/2}) of the first r entries of x [B, T, heads, D]; −1.0 turns back."""
     assert angles is not None
     cos, sin = angles[0], direction * angles[1]
-    half = cos.shape[-1]
-    a, b = x[..., :half], x[..., half : 2 * half]
-    rotated = [(a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype)]
-    return torch.cat([*rotated, x[..., 2 * half :]], -1)
+    rotated = 2 * cos.shape[-1]
+    a, b = x[..., :rotated].unflatten(-1, (2, -1)).unbind(-2)
+    y = torch.stack([a * cos - b * sin, b * cos + a * sin], -2).flatten(-2).to(x.dtype)
+    return y if rotated == x.shape[-1] else torch.cat([y, x[..., rotated:]], -1)
 
 
 class Unrotated(nn.Module):

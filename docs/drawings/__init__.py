@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 
-from . import cache, couple, mix, project, rotate, stages
+from . import cache, couple, mix, project, results, rotate, stages
 from .sketch import Sketch
 
 DRAWINGS: dict[str, Callable[[], Sketch]] = {
     "stages.svg": stages.stages,
+    "layer-costs.svg": results.layer_costs,
     "mechanisms/separate.svg": project.separate,
     "mechanisms/shared-key-value.svg": project.shared_key_value,
     "mechanisms/shared-query-key.svg": project.shared_query_key,

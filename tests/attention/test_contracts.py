@@ -6,7 +6,7 @@ import pytest
 
 from qklab import AttentionSpec, CouplingSpec, LatentSpec
 from qklab.testing import CONTRACTS, contracts_of, grid
-from qklab.testing.contracts import compilation
+from qklab.testing.contracts import inductor
 from qklab.testing.grid import SIZE
 
 GRID = grid()
@@ -37,4 +37,4 @@ INDUCTOR = [
 )
 @pytest.mark.parametrize("spec", INDUCTOR, ids=lambda spec: spec.name)
 def test_inductor_equals_eager(spec: AttentionSpec, device: str) -> None:
-    compilation(spec, device, backend="inductor")
+    inductor(spec, device)

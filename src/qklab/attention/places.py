@@ -31,8 +31,8 @@ class Places(NamedTuple):
 def rope_angles(positions: Tensor, rotated: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin of p · base^(−2i/rotated): positions [B, T] → two [B, T, 1, rotated/2].
 
-    An operator of its own, which compilers do not look into: they would fuse these few numbers into every kernel that uses
-    them and compute powers, sines and cosines anew for every element of every layer.
+    An operator of its own, which compilers do not look into: they would fuse these few numbers into every kernel that
+    uses them and compute powers, sines and cosines anew for every element of every layer.
     """
     exponent = torch.arange(0, rotated, 2, device=positions.device, dtype=dtype) / rotated
     angles = positions.to(dtype)[:, :, None, None] * (1.0 / base**exponent)

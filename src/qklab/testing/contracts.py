@@ -27,6 +27,13 @@ def close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10)
 
 
+def within_budget(actual: Tensor, low_precision: Tensor, exact: Tensor) -> None:
+    """The error against float64 stays within twice that of an independent low-precision run, plus one rounding."""
+    allowed = 2 * (low_precision.double() - exact).norm() + torch.finfo(actual.dtype).eps * exact.norm()
+    error = (actual.double() - exact).norm()
+    assert error <= allowed, f"error {float(error):.2e} exceeds {float(allowed):.2e}"
+
+
 def causality(spec: AttentionSpec, device: str) -> None:
     """Changing token t changes no output before t, and does change the output at t."""
     attention, x = layer_and_input(spec, device)
@@ -79,19 +86,34 @@ def gradients(spec: AttentionSpec, device: str) -> None:
     assert torch.autograd.gradcheck(outputs, [t.requires_grad_() for t in inputs], fast_mode=True)
 
 
-def compilation(spec: AttentionSpec, device: str, backend: str = "aot_eager") -> None:
+def outputs_and_gradients(attention: Attention, call: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
+    """y, and the gradients of Σ y² by every parameter."""
+    attention.zero_grad()
+    y = call(x)
+    y.square().sum().backward()
+    return [y.detach(), *(p.grad for p in attention.parameters() if p.grad is not None)]
+
+
+def compilation(spec: AttentionSpec, device: str) -> None:
     """torch.compile(fullgraph=True) gives eager's outputs and gradients."""
     attention, x = layer_and_input(spec, device)
     torch._dynamo.reset()
-    compiled = torch.compile(attention, fullgraph=True, backend=backend)
-    results = []
-    for call in (attention, compiled):
-        attention.zero_grad()
-        y = call(x)
-        y.square().sum().backward()
-        results.append([y, *(p.grad for p in attention.parameters() if p.grad is not None)])
-    for eager, other in zip(*results, strict=True):
-        close(other, eager)
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    eager = outputs_and_gradients(attention, attention, x)
+    for actual, expected in zip(outputs_and_gradients(attention, compiled, x), eager, strict=True):
+        close(actual, expected)
+
+
+def inductor(spec: AttentionSpec, device: str) -> None:
+    """Inductor's float32 outputs and gradients are as close to float64 as eager float32's."""
+    attention, x = layer_and_input(spec, device)
+    exact = outputs_and_gradients(attention, attention, x)
+    attention, x = attention.float(), x.float()
+    eager = outputs_and_gradients(attention, attention, x)
+    torch._dynamo.reset()
+    compiled = torch.compile(attention, fullgraph=True)
+    for actual, low, truth in zip(outputs_and_gradients(attention, compiled, x), eager, exact, strict=True):
+        within_budget(actual, low, truth)
 
 
 def counts(spec: AttentionSpec, device: str) -> None:

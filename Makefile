@@ -14,6 +14,8 @@ help:
 
 # torch is installed first and pinned: an open range may pull gigabytes of CUDA packages. One that is there is kept.
 $(VENV)/.torch:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "qklab needs Python 3.11 or newer, but $(PYTHON) is $$($(PYTHON) --version 2>&1); try: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "== creating $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); }
 	@if $(BIN)/python -c "import torch" 2>/dev/null; then \
 		echo "== using torch $$($(BIN)/python -c 'import torch; print(torch.__version__)') already in $(VENV)"; \

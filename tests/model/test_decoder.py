@@ -187,3 +187,17 @@ def test_a_decoder_trains_and_compiles(name: str) -> None:
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.9 * losses[0]
     assert all(parameter.grad is not None for parameter in decoder.parameters())
+
+
+@every_model
+@torch.no_grad()
+def test_compiled_decoding_needs_no_graph_per_length(name: str) -> None:
+    """One graph for the prompt and one for every later token, whatever the cache's length."""
+    decoder, ids = model(name), tokens(length=20)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(decoder, fullgraph=True, backend="aot_eager")
+    cache = decoder.new_cache(2, 20)
+    decoded = torch.cat([compiled(chunk, cache=cache) for chunk in ids.split([10] + [1] * 10, 1)], 1)
+    torch.testing.assert_close(decoded, decoder(ids))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3

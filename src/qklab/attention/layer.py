@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from qklab.attention.cache import Cache, cache_class
 from qklab.attention.couple import COUPLINGS, Linear
-from qklab.attention.norm import QKNorm
+from qklab.attention.norm import NORMS
 from qklab.attention.places import Places, locate
 from qklab.attention.project import Projection
 from qklab.attention.spec import AttentionSpec
@@ -22,7 +22,8 @@ class Attention(nn.Module):
         self.spec = spec
         self.layer = layer
         self.project = spec.projection(spec)
-        self.normalise = QKNorm(spec) if spec.norm == "qk" else None
+        norm = NORMS[spec.norm]
+        self.normalise = None if norm is None else norm(spec)
         self.rotate = spec.rotation(spec)
         self.mix = spec.mixing(spec, layer)
         self.output = nn.Linear(spec.heads * spec.head_width, spec.width, bias=spec.bias)

@@ -42,7 +42,8 @@ def test_describe_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     told = json.loads(out)
     assert code == 0
     assert told["name"] == "MLA 64/32+16"
-    assert told["per layer"]["cache bytes per token (bf16)"] == 2 * (32 + 16)
+    assert told["layer"]["cache_bytes_per_token"] == 2 * (32 + 16)
+    assert told["baseline"]["cache_bytes"] == 2 * 2 * 512 * told["baseline"]["cache_tokens"]
 
 
 @pytest.mark.parametrize(

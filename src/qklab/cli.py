@@ -105,8 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         Annotated[flags, tyro.conf.subcommand(name, description=run.__doc__)] for name, (flags, run) in COMMANDS.items()
     ]
     either: Any = functools.reduce(operator.or_, parsers)
-    chosen = tyro.cli(either, prog="qklab", description="Attention, between Q and K.", args=arguments)
     try:
+        chosen = tyro.cli(either, prog="qklab", description="Attention, between Q and K.", args=arguments)
         code = next(run for flags, run in COMMANDS.values() if isinstance(chosen, flags))(chosen)
     except ValueError as error:
         print(f"qklab: {error}", file=sys.stderr)

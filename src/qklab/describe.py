@@ -27,6 +27,13 @@ def figures(spec: AttentionSpec) -> dict[str, int]:
     }
 
 
+def costs(spec: AttentionSpec) -> dict[str, int]:
+    """The same figures under names a program can rely on."""
+    names = ("parameters", "flops_per_token", "cache_bytes_per_token", "cache_bytes")
+    told = dict(zip(names, figures(spec).values(), strict=True))
+    return told | {"flops_context": CONTEXT, "cache_tokens": LONG}
+
+
 def change(now: int, before: int) -> str:
     """ "−50 %": how a figure compares with the baseline's, to a tenth of a percent where that is not zero."""
     percent = round(100 * (now - before) / before, 1)
@@ -39,8 +46,8 @@ def as_dict(spec: AttentionSpec) -> dict[str, Any]:
     return {
         "name": spec.name,
         "formula": {stage: text for stage, text in spec.formula.items() if text},
-        "per layer": figures(spec),
-        "(Q,K,V) per layer": figures(baseline(spec)),
+        "layer": costs(spec),
+        "baseline": costs(baseline(spec)),
         "spec": spec.to_dict(),
     }
 
@@ -49,7 +56,7 @@ def as_text(spec: AttentionSpec) -> str:
     """Name, formula per stage, and the figures against (Q,K,V)."""
     lines = [spec.name, ""]
     lines += [f"  {stage:<10} {text}" for stage, text in spec.formula.items() if text]
-    lines += ["", f"  {'one layer':<38} {'this':>14} {'(Q,K,V)':>14}"]
+    lines += ["", f"  {'one layer':<38} {'this':>14} {'(Q,K,V)':>14}  with {spec.heads} key/value heads"]
     for (what, now), before in zip(figures(spec).items(), figures(baseline(spec)).values(), strict=True):
         lines.append(f"  {what:<38} {now:>14,} {before:>14,}  {change(now, before)}")
     if spec.position == "learned":

@@ -8,7 +8,7 @@ field, the reason and the nearest legal choice.
 import dataclasses
 import difflib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, ClassVar, Self
 
 MISSING = dataclasses.MISSING
@@ -21,6 +21,9 @@ class SpecError(ValueError):
         super().__init__(message)
         self.field = field
         self.nearest = nearest
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.field, self.nearest)  # so that it survives the way back from a worker
 
 
 def shown(value: object) -> str:
@@ -88,16 +91,15 @@ def flag(default: bool) -> Any:
     return checked(check, default, among=(False, True))
 
 
-def choice(default: Any, among: Iterable[str]) -> Any:
-    """One of a few words."""
-    words = tuple(among)
+def choice(default: Any, among: Collection[str]) -> Any:
+    """One of a few words: the keys of a registry, also of what is registered later, or a tuple."""
 
     def check(value: Any) -> Any:
-        if not isinstance(value, str) or value not in words:
-            raise ValueError(f"must be one of {', '.join(map(repr, words))}{suggestion(value, words)}")
+        if not isinstance(value, str) or value not in among:
+            raise ValueError(f"must be one of {', '.join(map(repr, among))}{suggestion(value, among)}")
         return value
 
-    return checked(check, default, among=words)
+    return checked(check, default, among=among)
 
 
 def part(kind: type["Spec"], default: Any = MISSING) -> Any:
@@ -106,7 +108,7 @@ def part(kind: type["Spec"], default: Any = MISSING) -> Any:
     def check(value: Any) -> Any:
         if isinstance(value, kind) or (value is None and default is None):
             return value
-        raise ValueError(f"must be a {kind.__name__}{' or None' if default is None else ''}")
+        raise ValueError(f"must be of type {kind.__name__}{' or None' if default is None else ''}")
 
     return checked(check, default, spec=kind)
 
@@ -174,6 +176,7 @@ class Spec:
 
     def replace(self, **changes: Any) -> Self:
         """This spec with some fields changed, checked again; fields that followed from others follow again."""
+        self.refuse_unknown(changes)
         derived = self.defaults()
         changes = {name: None for name in derived if getattr(self, name) == derived[name]} | changes
         return dataclasses.replace(self, **changes)  # pyright: ignore[reportArgumentType]
@@ -184,18 +187,25 @@ class Spec:
         return {name: v.to_dict() if isinstance(v, Spec) else v for name, v in values.items()}
 
     @classmethod
+    def refuse_unknown(cls, names: Iterable[object]) -> None:
+        """Raise for a name that is no field, pointing to the part whose field it is or to the closest spelling."""
+        fields = {f.name: f for f in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
+        for name in names:
+            if name in fields:
+                continue
+            parts = {part: f.metadata["spec"] for part, f in fields.items() if "spec" in f.metadata}
+            owner = next((part for part, kind in parts.items() if name in kind.__dataclass_fields__), None)
+            hint = suggestion(name, fields) if owner is None else f" (it belongs to {owner})"
+            known = ", ".join(fields)
+            raise SpecError(f"{cls.__name__} has no field {shown(name)}{hint}; its fields are {known}.", str(name))
+
+    @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """The inverse of `to_dict`. Unknown and missing keys are errors that name the key."""
         if not isinstance(values, Mapping):
             raise SpecError(f"{cls.__name__} is read from a mapping, but {shown(values)} came.", cls.__name__)
+        cls.refuse_unknown(values)
         fields = {f.name: f for f in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
-        for key in values:
-            if key not in fields:
-                known = ", ".join(fields)
-                raise SpecError(
-                    f"{cls.__name__} has no field {shown(key)}{suggestion(key, fields)}; its fields are {known}.",
-                    str(key),
-                )
         ready = {}
         for name, field in fields.items():
             if name not in values:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from qklab import Attention, AttentionSpec, LatentSpec
+from qklab import Attention, AttentionSpec, Decoder, LatentSpec, recipe
 from qklab.attention import Cache, KeyValueCache, LatentCache, SharedCache
 from qklab.testing import randomised
 
@@ -120,6 +120,21 @@ def test_a_cache_of_another_spec_is_refused_untouched() -> None:
         assert not any(tensor.any() for tensor in cache.tensors)
 
 
+def test_caches_of_the_wrong_kind_are_named() -> None:
+    attention, decoder = layer("(Q,K,V)"), Decoder(recipe("nano", vocab=20), seed=0)
+    whole: Any = decoder.new_cache(2, 10)
+    with pytest.raises(ValueError, match="a layer's cache comes from its new_cache, but a DecoderCache came"):
+        attention(inputs(), cache=whole)
+    ids, single = torch.zeros(2, 3, dtype=torch.long), decoder.attention(0).new_cache(2, 10)
+    for cache, came in ((single, "a KeyValueCache came"), (type(whole)(whole[:3]), "a DecoderCache came of 3")):
+        with pytest.raises(ValueError, match=came):
+            decoder(ids, cache=cache)
+    with pytest.raises(ValueError, match=r"floating-point numbers, but dtype=torch\.int8 came"):
+        attention.new_cache(2, 10, torch.int8)
+    with pytest.raises(ValueError, match=r"segments must be a tensor .* but list came"):
+        attention(inputs(), segments=[0] * 10)
+
+
 def test_torch_refuses_a_backward_through_overwritten_tokens() -> None:
     attention, x = layer("(Q,K,V)"), inputs()
     cache = attention.new_cache(2, 10)
@@ -139,7 +154,7 @@ def test_segments_and_a_cache_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="exclude each other"):
         attention(x, segments=torch.zeros(2, 10, dtype=torch.long), cache=attention.new_cache(2, 10))
     for segments in (torch.zeros(2, 9, dtype=torch.long), torch.zeros(2, 10)):
-        with pytest.raises(ValueError, match="segments must be whole numbers of shape"):
+        with pytest.raises(ValueError, match="segments must be a tensor of whole numbers of shape"):
             attention(x, segments=segments)
     with pytest.raises(ValueError, match=r"x must have shape \[batch, tokens, 16\]"):
         attention(x[..., :8])

@@ -1,6 +1,7 @@
 """Specs: frozen, hashable, round-trip, and every bad one refused in one sentence."""
 
 import json
+import pickle
 from typing import Any, get_args
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qklab import AttentionSpec, CouplingSpec, DecoderSpec, LatentSpec, SpecError
+from qklab import AttentionSpec, CouplingSpec, DecoderSpec, LatentSpec, SpecError, recipe
 from qklab.attention import spec as spec_module
 from qklab.attention.couple import COUPLINGS
 from qklab.attention.mix import MIXES
@@ -110,6 +111,32 @@ def test_unknown_keys_come_with_a_suggestion() -> None:
         AttentionSpec.from_dict({"width": 8})
 
 
+def test_unknown_names_are_refused_wherever_they_come() -> None:
+    spec = DecoderSpec(vocab=10, width=32, layers=1, attention=AttentionSpec(**BASE))
+    with pytest.raises(SpecError, match=r"no field 'sahre' \(did you mean 'share'\?\)"):
+        spec.attention.replace(sahre="k=v")
+    with pytest.raises(SpecError, match=r"no field 'share' \(it belongs to attention\)"):
+        spec.replace(share="k=v")
+    with pytest.raises(SpecError, match=r"no field 'shar' \(did you mean 'share'\?\)"):
+        recipe("nano", shar="k=v")
+    with pytest.raises(SpecError, match="width is what the recipe nano sets"):
+        recipe("nano", width=64)
+
+
+def test_refusals_survive_the_way_back_from_a_worker() -> None:
+    with pytest.raises(SpecError) as caught:
+        AttentionSpec(**BASE, kv_heads=3)
+    twin = pickle.loads(pickle.dumps(caught.value))
+    assert (str(twin), twin.field, twin.nearest) == (str(caught.value), "kv_heads", {"kv_heads": 2})
+
+
+def test_what_is_registered_later_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SpecError, match="kind must be one of"):
+        CouplingSpec.from_dict({"kind": "mine"})
+    monkeypatch.setitem(COUPLINGS, "mine", COUPLINGS["leapfrog"])
+    assert CouplingSpec.from_dict({"kind": "mine"}).name == "mine×1"
+
+
 def test_specs_round_trip_through_json_and_hash_by_value() -> None:
     spec = AttentionSpec(**BASE, share="k=v", kv_heads=2, coupling=CouplingSpec(kind="affine", steps=2), norm="qk")
     model = DecoderSpec(vocab=100, width=32, layers=2, attention=spec)
@@ -172,7 +199,7 @@ def plausible(kind: type) -> st.SearchStrategy[dict[str, Any]]:
     """Dictionaries of mostly right values: legal choices often, small numbers, and now and then anything at all."""
     fields = {}
     for name, field in kind.__dataclass_fields__.items():
-        right = st.sampled_from(field.metadata["among"]) if "among" in field.metadata else st.integers(1, 12)
+        right = st.sampled_from(tuple(field.metadata["among"])) if "among" in field.metadata else st.integers(1, 12)
         if "spec" in field.metadata:
             right = st.one_of(st.none(), plausible(field.metadata["spec"]))
         fields[name] = st.one_of(right, right, right, right, right, ANY)

@@ -8,6 +8,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from qklab import CouplingSpec, Decoder, DecoderSpec, LatentSpec, SpecError, recipe
+from qklab.attention.couple import COUPLINGS
+from qklab.attention.mix import MIXES
+from qklab.attention.norm import NORMS
+from qklab.attention.project import PROJECTIONS
 from qklab.model import RECIPES
 
 SMALL: dict[str, Any] = {"vocab": 97, "context": 24}
@@ -84,9 +88,67 @@ def test_learned_positions_end_at_the_context() -> None:
 
 
 def test_bad_ids_are_refused() -> None:
-    for ids in (torch.zeros(3, dtype=torch.long), torch.zeros(1, 3)):
-        with pytest.raises(ValueError, match="ids must be whole numbers of shape"):
+    wrong: list[Any] = [torch.zeros(3, dtype=torch.long), torch.zeros(1, 3), torch.zeros(1, 3).bool(), [[1, 2]]]
+    for ids in wrong:
+        with pytest.raises(ValueError, match="ids must be a tensor of whole numbers of shape"):
             model("standard")(ids)
+
+
+def test_bytes_are_ids() -> None:
+    ids = tokens()
+    assert torch.equal(model("standard")(ids.to(torch.uint8)), model("standard")(ids))
+
+
+EVERY_CHOICE = [
+    *({"coupling": CouplingSpec.from_dict({"kind": kind})} for kind in COUPLINGS),
+    *({"mix": mix} for mix in MIXES),
+    *({"share": share} for share in PROJECTIONS),
+    *({"norm": norm} for norm in NORMS),
+    {"latent": LatentSpec(query_rank=8, kv_rank=8, rope_width=4)},
+    {"share": "q=k", "causal": False, "asymmetry_2d": True, "asymmetry_free_scale": True},
+    {"position": "learned"},
+]
+
+
+@pytest.mark.parametrize("choices", EVERY_CHOICE, ids=str)
+def test_one_seed_is_one_model(choices: dict[str, Any]) -> None:
+    """No parameter escapes the initialisation table, whatever the state of torch's global generator."""
+    spec = recipe("nano", **SMALL, **choices)
+    first = Decoder(spec, seed=5).state_dict()
+    torch.manual_seed(99)
+    again = Decoder(spec, seed=0)
+    again.initialise(5)
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in first.items())
+
+
+def test_building_on_the_meta_device_and_then_for_real() -> None:
+    spec = recipe("nano", **SMALL)
+    with torch.device("meta"):
+        decoder = Decoder(spec)
+    decoder = decoder.to_empty(device="cpu")
+    decoder.initialise(0)
+    assert decoder.head.weight is decoder.embed.weight
+    assert torch.equal(decoder(tokens()), Decoder(spec, seed=0)(tokens()))
+
+
+@pytest.mark.parametrize("share", ["none", "q=k=v"])
+def test_a_decoder_folds(share: str) -> None:
+    spec = recipe("nano", **SMALL, share=share, coupling=CouplingSpec(kind="linear", steps=2))
+    decoder = Decoder(spec, seed=0).double().eval()
+    folded = decoder.fold()
+    torch.testing.assert_close(folded(tokens()), decoder(tokens()))
+    assert folded.spec.attention.coupling is None
+    assert not any(module.training for module in folded.modules())
+    assert sum(parameter.numel() for parameter in folded.parameters()) == folded.spec.parameters()
+
+
+@every_model
+def test_compiled_models_take_any_length(name: str) -> None:
+    decoder = model(name)
+    torch._dynamo.reset()
+    compiled = torch.compile(decoder, fullgraph=True, backend="aot_eager", dynamic=True)
+    for length in (12, 7, 1):
+        torch.testing.assert_close(compiled(tokens(length=length)), decoder(tokens(length=length)))
 
 
 def test_arms_share_the_initial_values_of_shared_parameters() -> None:
@@ -152,6 +214,11 @@ def test_recipes_have_the_published_sizes() -> None:
         assert recipe(name).parameters() / 1e6 == pytest.approx(millions, abs=0.006), name
     with pytest.raises(ValueError, match=r"recipe must be one of .*did you mean '60m'"):
         recipe("60mm")
+
+
+def test_recipes_take_choices_of_the_model_too() -> None:
+    spec = recipe("nano", layers=2, mlp="gelu", tied=False, norm="qk")
+    assert (spec.layers, spec.mlp, spec.tied, spec.norm, spec.attention.norm) == (2, "gelu", False, "rms", "qk")
 
 
 def test_recipes_keep_their_width_when_heads_change() -> None:

@@ -100,8 +100,9 @@ def test_sampling_rules() -> None:
         ({"top_p": 1.5}, "top_p must lie in"),
         ({"left_padding": torch.tensor([6, 0])}, "leave a token of text"),
         ({"left_padding": torch.tensor([0])}, "left_padding must be 2 whole numbers"),
-        ({"ids": torch.zeros(2, 0, dtype=torch.long)}, "ids must be whole numbers"),
-        ({"ids": torch.zeros(6, dtype=torch.long)}, "ids must be whole numbers"),
+        ({"ids": torch.zeros(2, 0, dtype=torch.long)}, "there must be a token to continue"),
+        ({"ids": torch.zeros(0, 2, dtype=torch.long)}, "there must be a token to continue"),
+        ({"ids": torch.zeros(6, dtype=torch.long)}, "ids must be a tensor of whole numbers"),
     ],
     ids=str,
 )
@@ -115,10 +116,10 @@ def test_models_that_cannot_generate_say_why() -> None:
     with pytest.raises(ValueError, match="only a causal model generates"):
         decoder(causal=False).generate(prompt(), 3)
     with pytest.raises(
-        ValueError, match="6 tokens and 35 new ones exceed the 40 learned positions; ask for at most 34"
+        ValueError, match="6 tokens and 36 new ones exceed the 40 learned positions; ask for at most 35"
     ):
-        decoder("learned").generate(prompt(), 35)
-    assert decoder("learned").generate(prompt(), 34).shape == (2, 40)
+        decoder("learned").generate(prompt(), 36)
+    assert decoder("learned").generate(prompt(), 35).shape == (2, 41)  # the last is drawn, never read
 
 
 @torch.no_grad()

@@ -35,6 +35,8 @@ class Cache:
             raise ValueError(f"a cache needs batch ≥ 1 and tokens ≥ 0, but batch={batch} and tokens={tokens} came.")
         if not spec.causal:
             raise ValueError("only causal attention can be cached, but the spec says causal=False.")
+        if not dtype.is_floating_point:
+            raise ValueError(f"a cache holds floating-point numbers, but dtype={dtype} came.")
         heads = self.heads(spec)
         self.tensors = [
             torch.zeros(batch, tokens, heads, width // heads, dtype=dtype, device=device) for width in self.widths(spec)

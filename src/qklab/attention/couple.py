@@ -105,10 +105,13 @@ FORCES = {"mlp": MLPForce, "gradient": GradientForce}
 class Coupling(nn.Module):
     """A map (q, k) → (q⁺, k⁺), n steps with shared parameters. Leaves define `flow`, and `unflow` where it exists."""
 
+    formula: ClassVar[str]
     invertible: ClassVar[bool] = False
     stepped: ClassVar[bool] = True  # has a learned step size δ
-    forced: ClassVar[bool] = True  # moved by a force network of a chosen width
-    formula: ClassVar[str]
+    forces: ClassVar[tuple[str, ...]] = ()  # which forces may move it; none where it has no force of a chosen width
+    limited: ClassVar[bool] = False  # has scales that `scale_limit` bounds
+    nets: ClassVar[int] = 1  # how many networks share the force's width between them
+    width_factor: ClassVar[int] = 1  # default width, in units of the usual one
 
     def __init__(self, spec: AttentionSpec):
         super().__init__()
@@ -169,17 +172,13 @@ class Coupling(nn.Module):
 
     @classmethod
     def map_parameters(cls, spec: AttentionSpec, coupling: CouplingSpec) -> int:
-        return FORCES[coupling.force].parameters_of(spec.head_width, width_of(spec), heads_of(spec))
+        """Learned numbers besides the step size."""
+        raise NotImplementedError
 
     @classmethod
     def map_products(cls, spec: AttentionSpec, coupling: CouplingSpec) -> int:
-        """Multiply-adds per token: evaluations × key heads × the two layers of the force."""
-        return cls.evaluations(coupling.steps) * spec.kv_heads * 2 * spec.head_width * width_of(spec)
-
-    @staticmethod
-    def evaluations(steps: int) -> int:
-        """How often the force is evaluated in `steps` steps."""
-        return steps
+        """Multiply-adds in matrix products per token."""
+        raise NotImplementedError
 
 
 def group_mean(q: Tensor) -> Tensor:
@@ -195,9 +194,25 @@ def stretched(u: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 class Forced(Coupling):
     """Coupling through one force f, evaluated on q̄."""
 
+    forces = tuple(FORCES)
+
     def __init__(self, spec: AttentionSpec):
         super().__init__(spec)
         self.force = FORCES[of(spec).force](spec.head_width, width_of(spec), heads_of(spec))
+
+    @classmethod
+    def map_parameters(cls, spec: AttentionSpec, coupling: CouplingSpec) -> int:
+        return FORCES[coupling.force].parameters_of(spec.head_width, width_of(spec), heads_of(spec))
+
+    @classmethod
+    def map_products(cls, spec: AttentionSpec, coupling: CouplingSpec) -> int:
+        """Evaluations × key heads × the two layers of the force."""
+        return cls.evaluations(coupling.steps) * spec.kv_heads * 2 * spec.head_width * width_of(spec)
+
+    @staticmethod
+    def evaluations(steps: int) -> int:
+        """How often the force is evaluated in `steps` steps."""
+        return steps
 
 
 class Euler(Forced):
@@ -263,6 +278,9 @@ class Affine(Coupling):
 
     invertible = True
     stepped = False
+    forces = ("mlp",)
+    limited = True
+    width_factor = 2
     formula = "q⁺ = q ⊙ exp(s₁(k)) + t₁(k) ; k⁺ = k ⊙ exp(s₂(q⁺)) + t₂(q⁺)"
 
     def __init__(self, spec: AttentionSpec):
@@ -327,6 +345,8 @@ class Uncoupled(Coupling):
     """q⁺ = q + δ g(q) ; k⁺ = k + δ f(k). The control: the same capacity (width h/2 each), no coupling."""
 
     formula = "q⁺ = q + δ g(q) ; k⁺ = k + δ f(k)"
+    forces = tuple(FORCES)
+    nets = 2
 
     def __init__(self, spec: AttentionSpec):
         super().__init__(spec)
@@ -352,7 +372,6 @@ class Linear(Coupling):
     """k⁺ = k + δ A q ; q⁺ = q + δ k⁺. The control that folds exactly into new W_q, W_k: only a reparametrisation."""
 
     invertible = True
-    forced = False
     formula = "k⁺ = k + δ A q ; q⁺ = q + δ k⁺"
 
     def __init__(self, spec: AttentionSpec):
@@ -422,7 +441,7 @@ def width_of(spec: AttentionSpec) -> int:
     coupling = of(spec)
     if coupling.force_width is not None:
         return coupling.force_width
+    kind = COUPLINGS[coupling.kind]
     width = spec.head_width if coupling.force_sharing == "per-layer" else 8
-    if coupling.force == "gradient" or coupling.kind == "affine":
-        return 2 * width
-    return max(2, width - width % 2) if coupling.kind == "uncoupled" else width
+    width *= kind.width_factor * (2 if coupling.force == "gradient" else 1)
+    return max(kind.nets, width - width % kind.nets)

@@ -98,7 +98,7 @@ class Attention(nn.Module):
         plain.load_state_dict(own, strict=False)
         assert isinstance(plain.project, Projection)
         plain.project.set_columns(*self.couple(*self.project.columns()))
-        return plain
+        return plain.train(self.training)
 
     def extra_repr(self) -> str:
         return self.spec.name
@@ -113,11 +113,12 @@ def remember(cache: Cache, k: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor 
 
 
 def check_packing(shape: torch.Size, segments: Tensor | None, cache: Cache | None) -> None:
+    if cache is not None and not isinstance(cache, Cache):
+        raise ValueError(f"a layer's cache comes from its new_cache, but a {type(cache).__name__} came.")
     if segments is None:
         return
     if cache is not None:
         raise ValueError("segments and a cache exclude each other; decode packed texts as separate rows.")
-    if segments.shape != shape or segments.is_floating_point():
-        raise ValueError(
-            f"segments must be whole numbers of shape {list(shape)}, but {segments.dtype} {list(segments.shape)} came."
-        )
+    if not isinstance(segments, Tensor) or segments.shape != shape or segments.is_floating_point():
+        came = f"{segments.dtype} {list(segments.shape)}" if isinstance(segments, Tensor) else type(segments).__name__
+        raise ValueError(f"segments must be a tensor of whole numbers of shape {list(shape)}, but {came} came.")

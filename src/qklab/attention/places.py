@@ -68,7 +68,7 @@ def locate(spec: AttentionSpec, x: Tensor, segments: Tensor | None, cache: Cache
         positions = key_positions[:, before:]
         # SDPA's own triangle is aligned top-left: right for a first chunk, wrong after a cached prefix
         mask = triangle(slots, before)[None, None] if spec.causal and before and tokens > 1 else None
-        causal = spec.causal and not before and tokens > 1
+        causal = spec.causal and not before
     angles = key_angles = None
     if spec.rotated_width:
         precision = torch.float64 if x.dtype == torch.float64 else torch.float32

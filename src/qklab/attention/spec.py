@@ -49,21 +49,21 @@ class CouplingSpec(Spec):
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             "force",
-            lambda c: c.force == "gradient" and (c.kind == "affine" or not COUPLINGS[c.kind].forced),
+            lambda c: c.force != "mlp" and c.force not in COUPLINGS[c.kind].forces,
             lambda c: f"{c.kind} is not moved by a force that could be a gradient",
             lambda c: {"force": "mlp"},
         ),
         Rule(
             "force_width",
-            lambda c: c.force_width is not None and not COUPLINGS[c.kind].forced,
-            lambda c: f"{c.kind} has a matrix of head_width × head_width and no hidden width",
+            lambda c: c.force_width is not None and not COUPLINGS[c.kind].forces,
+            lambda c: f"{c.kind} has no force and so no hidden width",
             lambda c: {"force_width": None},
         ),
         Rule(
             "force_width",
-            lambda c: c.kind == "uncoupled" and c.force_width is not None and c.force_width % 2,
-            lambda c: "uncoupled splits the width evenly between its two forces",
-            lambda c: {"force_width": c.force_width + 1},
+            lambda c: c.force_width is not None and c.force_width % COUPLINGS[c.kind].nets,
+            lambda c: f"{c.kind} splits the width evenly between its {COUPLINGS[c.kind].nets} forces",
+            lambda c: {"force_width": c.force_width + -c.force_width % COUPLINGS[c.kind].nets},
         ),
         Rule(
             "step_size",
@@ -85,7 +85,7 @@ class CouplingSpec(Spec):
         ),
         Rule(
             "scale_limit",
-            lambda c: c.scale_limit != 2.0 and c.kind != "affine",
+            lambda c: c.scale_limit != 2.0 and not COUPLINGS[c.kind].limited,
             lambda c: f"{c.kind} has no scale that could be limited, only affine has",
             lambda c: {"scale_limit": 2.0},
         ),

@@ -8,7 +8,7 @@ from qklab.attention.cache import Cache
 from qklab.attention.layer import Attention
 from qklab.attention.places import Places
 from qklab.attention.rotate import LearnedPositions
-from qklab.model.generate import generate
+from qklab.model.generate import check_ids, generate
 from qklab.model.initialise import initialise
 from qklab.model.spec import DecoderSpec
 
@@ -111,7 +111,11 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(spec, layer) for layer in range(spec.layers))
         self.norm = new_norm(spec)
         self.head = nn.Linear(spec.width, spec.vocab, bias=False)
-        if spec.tied:
+        self.initialise(seed)
+
+    def initialise(self, seed: int) -> None:
+        """Draw every weight anew from `seed`, e.g. after building on the meta device and `to_empty`."""
+        if self.spec.tied:
             self.head.weight = self.embed.weight
         initialise(self, seed)
 
@@ -122,7 +126,7 @@ class Decoder(nn.Module):
     def features(self, ids: Tensor, *, segments: Tensor | None = None, cache: DecoderCache | None = None) -> Tensor:
         """ids [B, T] → what the output matrix sees [B, T, width], for losses that never form all logits."""
         self.check(ids, cache)
-        x = self.embed(ids)
+        x = self.embed(ids.long())
         places = self.attention(0).locate(x, segments, None if cache is None else cache[0])
         if self.positions is not None:
             x = x + self.positions(places)
@@ -136,9 +140,11 @@ class Decoder(nn.Module):
         return block.attention
 
     def check(self, ids: Tensor, cache: DecoderCache | None) -> None:
-        if ids.dim() != 2 or ids.is_floating_point():
+        check_ids(ids)
+        if cache is not None and (not isinstance(cache, DecoderCache) or len(cache) != self.spec.layers):
             raise ValueError(
-                f"ids must be whole numbers of shape [batch, tokens], but {ids.dtype} {list(ids.shape)} came."
+                f"a decoder's cache comes from its new_cache and has {self.spec.layers} layers, "
+                f"but a {type(cache).__name__} came{f' of {len(cache)}' if isinstance(cache, list) else ''}."
             )
         tokens = ids.shape[1] + (0 if cache is None else cache.length)
         if self.positions is not None and tokens > self.spec.context:
@@ -161,5 +167,15 @@ class Decoder(nn.Module):
             self.attention(layer).new_cache(batch, tokens, dtype, grow=grow, left_padding=left_padding)
             for layer in range(self.spec.layers)
         )
+
+    @torch.no_grad()
+    def fold(self) -> "Decoder":
+        """A model without coupling and with the same logits, where the coupling is `linear` (see `Attention.fold`)."""
+        layers = [self.attention(layer).fold() for layer in range(self.spec.layers)]
+        plain = Decoder(self.spec.replace(attention=layers[0].spec), seed=0).to(self.embed.weight)
+        plain.load_state_dict(self.state_dict(), strict=False)
+        for block, attention in zip(plain.blocks, layers, strict=True):
+            block.attention = attention
+        return plain.train(self.training)
 
     generate = generate

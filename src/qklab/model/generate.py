@@ -82,10 +82,9 @@ def check(
     """Everything that could go wrong half-way, said before anything is computed."""
     if not model.spec.attention.causal:
         raise ValueError("only a causal model generates, but this one was built with causal=False.")
-    if ids.dim() != 2 or ids.is_floating_point() or ids.shape[1] == 0:
-        raise ValueError(
-            f"ids must be whole numbers of shape [batch, tokens ≥ 1], but {ids.dtype} {list(ids.shape)} came."
-        )
+    check_ids(ids)
+    if ids.numel() == 0:
+        raise ValueError(f"there must be a token to continue in at least one row, but ids {list(ids.shape)} came.")
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must be at least 0, but {max_new_tokens} came.")
     if not temperature >= 0:
@@ -98,8 +97,16 @@ def check(
         raise ValueError(
             f"left_padding must leave a token of text in every row of {ids.shape[1]}, but {left_padding.tolist()} came."
         )
-    if model.positions is not None and ids.shape[1] + max_new_tokens > model.spec.context:
+    room = model.spec.context - ids.shape[1] + 1  # the last new token is never read
+    if model.positions is not None and max_new_tokens > room:
         raise ValueError(
             f"{ids.shape[1]} tokens and {max_new_tokens} new ones exceed the {model.spec.context} learned positions; "
-            f"ask for at most {max(0, model.spec.context - ids.shape[1])}."
+            f"ask for at most {max(0, room)}."
         )
+
+
+def check_ids(ids: Tensor) -> None:
+    whole = isinstance(ids, Tensor) and not ids.is_floating_point() and ids.dtype != torch.bool
+    if not whole or ids.dim() != 2:
+        came = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise ValueError(f"ids must be a tensor of whole numbers of shape [batch, tokens], but {came} came.")

@@ -53,5 +53,7 @@ def seed_of(seed: int, name: str) -> int:
 
 @torch.no_grad()
 def normal_(tensor: Tensor, std: float, generator: torch.Generator) -> None:
+    if tensor.is_meta:
+        return
     drawn = torch.empty(tensor.shape, device="cpu", dtype=torch.float32)
     tensor.copy_(drawn.normal_(0, std, generator=generator))

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from qklab.attention.spec import AttentionSpec
 from qklab.model.spec import DecoderSpec
-from qklab.schema import suggestion
+from qklab.schema import SpecError, suggestion
 
 GPT2_VOCAB = 50_304  # GPT-2's 50,257 entries, rounded up to a multiple of 64
 
@@ -18,14 +18,14 @@ def modern(
 ) -> DecoderSpec:
     """Bias-free, tied, RMSNorm, RoPE, heads of 64: the family of the coupling papers and of our speed benchmarks."""
     chosen: dict[str, Any] = {"heads": width // 64} | attention
-    spec = AttentionSpec(width=width, **chosen)
+    spec = AttentionSpec.from_dict({"width": width} | chosen)
     return DecoderSpec(vocab=vocab, width=width, layers=layers, attention=spec, mlp=mlp, context=context)
 
 
 def classic(layers: int, width: int, vocab: int, context: int, attention: dict[str, Any]) -> DecoderSpec:
     """GPT-2's family, as in arXiv 2606.04032: LayerNorm, biases, GELU, learned positions, tied."""
     chosen: dict[str, Any] = {"heads": width // 64, "position": "learned", "bias": True} | attention
-    spec = AttentionSpec(width=width, **chosen)
+    spec = AttentionSpec.from_dict({"width": width} | chosen)
     return DecoderSpec(
         vocab=vocab, width=width, layers=layers, attention=spec, mlp="gelu", norm="layer", bias=True, context=context
     )
@@ -90,8 +90,16 @@ RECIPES: dict[str, Callable[..., DecoderSpec]] = {
 }
 
 
+# choices of the model, not of its attention; where both have a field of a name, it means attention's
+DECODER_CHOICES = DecoderSpec.__dataclass_fields__.keys() - AttentionSpec.__dataclass_fields__.keys() - {"attention"}
+
+
 def recipe(name: str, **choices: Any) -> DecoderSpec:
-    """The named size with these attention choices (`vocab` and `context` are choices too)."""
+    """The named size with these attention choices; `vocab`, `context`, `layers`, `mlp`, `mlp_ratio` and `tied` may be
+    changed too."""
     if name not in RECIPES:
         raise ValueError(f"recipe must be one of {', '.join(RECIPES)}{suggestion(name, RECIPES)}, but {name!r} came.")
-    return RECIPES[name](**choices)
+    if "width" in choices:
+        raise SpecError(f"width is what the recipe {name} sets; build a DecoderSpec for another one.", "width")
+    decoder = {key: choices.pop(key) for key in DECODER_CHOICES & choices.keys()}
+    return RECIPES[name](**choices).replace(**decoder)

@@ -22,7 +22,7 @@ NUMBERS: dict[type[Spec], dict[str, tuple[Any, ...]]] = {
 def choices(kind: type[Spec]) -> dict[str, tuple[Any, ...]]:
     """Field → all values of its choice or flag."""
     fields = dataclasses.fields(kind)  # pyright: ignore[reportArgumentType]
-    return {field.name: field.metadata["among"] for field in fields if "among" in field.metadata}
+    return {field.name: tuple(field.metadata["among"]) for field in fields if "among" in field.metadata}
 
 
 def departures(kind: type[Spec], besides: Iterable[str]) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ python docs/build.py --check    changes nothing, names what is stale and exits 1
 """
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -19,7 +20,25 @@ from qklab.describe import CONTEXT, LONG, change
 DOCS = Path(__file__).parent
 BLOCK = re.compile(r"(?<=<!-- costs: begin -->\n).*?(?=<!-- costs: end -->)", re.DOTALL)
 
+RESULT = DOCS.parent / "benchmarks/results/layer-51m-h200.json"
+
 Choices = dict[str, Any]
+
+# page → arms of the result file
+MEASURED = {
+    "separate": ["(Q,K,V) gqa"],
+    "shared-key-value": ["(Q,K=V)", "(Q,K=V) on-read"],
+    "shared-all": ["(Q=K=V)"],
+    "latent": ["MLA"],
+    "coupling": ["euler×1", "leapfrog×1", "leapfrog×7", "affine×1"],
+    "euler": ["euler×1"],
+    "leapfrog": ["leapfrog×1", "leapfrog×7"],
+    "affine": ["affine×1"],
+    "qk-norm": ["qk-norm"],
+    "rope": ["(Q,K=V)", "(Q,K=V) on-read"],
+    "differential": ["differential"],
+    "differential-v2": ["differential-v2"],
+}
 
 
 def coupled(kind: str, **options: Any) -> Choices:
@@ -87,7 +106,20 @@ def against(now: int, before: int) -> str:
     return f"{now:,}" if now == before else f"{now:,} ({change(now, before)})"
 
 
-def cost_table(choices: list[Choices]) -> str:
+def measured(page: str) -> str:
+    """Step times kept under benchmarks/results, for the arms that belong to the page."""
+    kept: dict[str, Any] = json.loads(RESULT.read_text(encoding="utf-8"))
+    training, decoding = kept["training"]["times"], kept["decoding"]["times"]
+    arms = [
+        f"{arm}: training step × {training[arm]['ratio']:.2f}, decoding × {decoding[arm]['ratio']:.2f}"
+        for arm in MEASURED.get(page, [])
+    ]
+    if not arms:
+        return ""
+    return "\nMeasured against (Q,K,V), 51M on one H200 ([findings](../findings.md)): " + "; ".join(arms) + ".\n"
+
+
+def cost_table(page: str, choices: list[Choices]) -> str:
     """What one layer costs next to (Q,K,V), and what that makes of the whole 60M model."""
     plain, model = AttentionSpec(width=512, heads=8), recipe("60m").parameters()
     rows = [["width 512, 8 heads", "parameters", f"FLOPs per token at {CONTEXT:,} tokens", "cache bytes per token",
@@ -101,7 +133,7 @@ def cost_table(choices: list[Choices]) -> str:
             against(spec.cache_bytes(1), plain.cache_bytes(1)) if spec.causal else "never cached",
             f"{whole:,}" if whole == model else f"{100 * (whole - model) / model:+.3g} %".replace("-", "−"),
         ])  # fmt: skip
-    return table(rows) + "\nOne layer; FLOPs are the forward matrix products; cache in bf16.\n"
+    return table(rows) + "\nOne layer; FLOPs are the forward matrix products; cache in bf16.\n" + measured(page)
 
 
 def cache_table() -> str:
@@ -128,7 +160,7 @@ def wanted() -> Iterator[tuple[Path, str]]:
     for name, draw in DRAWINGS.items():
         yield DOCS / name, draw().svg()
     for name, choices in COSTS.items():
-        yield DOCS / f"mechanisms/{name}.md", page(name, cost_table(choices))
+        yield DOCS / f"mechanisms/{name}.md", page(name, cost_table(name, choices))
     yield DOCS / "mechanisms/cache.md", page("cache", cache_table())
 
 

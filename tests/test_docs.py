@@ -14,6 +14,7 @@ from qklab.attention.mix import MIXES
 from qklab.attention.norm import NORMS
 from qklab.attention.project import PROJECTIONS
 from qklab.attention.rotate import KV_ROTATIONS, POSITIONS
+from qklab.cli import main
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs/mechanisms").glob("*.md"))
@@ -21,7 +22,7 @@ TEXT = {page: page.read_text(encoding="utf-8") for page in PAGES}
 ALL = "\n".join(TEXT.values())
 SNIPPETS = [
     pytest.param(snippet, id=f"{page.stem}-{i}")
-    for page, text in TEXT.items()
+    for page, text in [*TEXT.items(), (ROOT / "README.md", (ROOT / "README.md").read_text(encoding="utf-8"))]
     for i, snippet in enumerate(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
 ]
 COMMANDS = sorted(set(re.findall(r"^qklab (describe.*)$", ALL, re.MULTILINE)))
@@ -56,6 +57,7 @@ def test_the_check_names_what_is_stale_and_changes_nothing(
 ):
     docs = tmp_path / "docs"
     shutil.copytree(ROOT / "docs", docs)
+    shutil.copytree(ROOT / "benchmarks/results", tmp_path / "benchmarks/results")
     page, drawing = docs / "mechanisms/leapfrog.md", docs / "mechanisms/leapfrog.svg"
     altered = page.read_text(encoding="utf-8").replace("1,056,897", "1,056,898")
     page.write_text(altered, encoding="utf-8")
@@ -72,6 +74,12 @@ def test_the_check_names_what_is_stale_and_changes_nothing(
 @pytest.mark.parametrize("snippet", SNIPPETS)
 def test_snippets_run(snippet: str):
     exec(compile(snippet, "snippet", "exec"), {})
+
+
+def test_the_readme_shows_what_describe_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["describe", "--share", "k=v", "--heads", "16", "--kv-heads", "4"])
+    assert capsys.readouterr().out in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

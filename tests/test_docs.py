@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from qklab import cli
-from qklab.attention.couple import COUPLINGS, FORCES
+from qklab.attention.couple import COUPLINGS
+from qklab.attention.force import FORCES
 from qklab.attention.mix import MIXES
 from qklab.attention.norm import NORMS
 from qklab.attention.project import PROJECTIONS

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from qklab import Attention, AttentionSpec, CouplingSpec, Decoder, recipe
-from qklab.attention.couple import COUPLINGS, Coupling, Forced, GradientForce, invertible
+from qklab.attention.couple import COUPLINGS, Coupling, Forced, invertible
+from qklab.attention.force import GradientForce
 from qklab.testing import randomised
 
 D, HEADS = 4, 4

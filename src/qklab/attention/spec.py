@@ -6,7 +6,8 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from qklab.attention.cache import cache_class
-from qklab.attention.couple import COUPLINGS, FORCES
+from qklab.attention.couple import COUPLINGS
+from qklab.attention.force import FORCES
 from qklab.attention.mix import MIXES, LatentSoftmax, Softmax
 from qklab.attention.norm import NORMS, QKNorm
 from qklab.attention.project import PROJECTIONS, Latent, Projection

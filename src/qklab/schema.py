@@ -67,15 +67,31 @@ def whole(default: Any = MISSING, *, at_least: int = 1, at_most: int = 2**31 - 1
     return checked(check, default)
 
 
-def real(default: Any = MISSING, *, above: float = -math.inf, at_most: float = math.inf) -> Any:
-    """A finite number in (above, at_most]."""
+def real(
+    default: Any = MISSING, *, above: float = -math.inf, at_least: float = -math.inf, at_most: float = math.inf
+) -> Any:
+    """A finite number within these bounds. With default None it may be left out."""
 
     def check(value: Any) -> Any:
+        if value is None and default is None:
+            return None
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or not above < value <= at_most:
-            bounds = [f"above {above:g}"] * (above > -math.inf) + [f"at most {at_most:g}"] * (at_most < math.inf)
+        if not number or not math.isfinite(value) or not (above < value <= at_most and value >= at_least):
+            bounds = [f"above {above:g}"] * (above > -math.inf) + [f"at least {at_least:g}"] * (at_least > -math.inf)
+            bounds += [f"at most {at_most:g}"] * (at_most < math.inf)
             raise ValueError(" ".join(["must be a finite number", " and ".join(bounds)]).strip())
         return float(value)
+
+    return checked(check, default)
+
+
+def text(default: Any = MISSING) -> Any:
+    """A string that is not empty. With default None it may be left out."""
+
+    def check(value: Any) -> Any:
+        if (value is None and default is None) or (isinstance(value, str) and value):
+            return value
+        raise ValueError("must be a text that is not empty")
 
     return checked(check, default)
 

@@ -56,10 +56,11 @@ class Block(nn.Module):
         self.attention = Attention(spec.attention, layer)
         self.mlp_norm = new_norm(spec)
         self.mlp = MLPS[spec.mlp](spec)
+        self.dropout = nn.Dropout(spec.dropout) if spec.dropout else nn.Identity()
 
     def forward(self, x: Tensor, places: Places, cache: Cache | None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cache=cache, places=places)
-        return x + self.mlp(self.mlp_norm(x))
+        x = x + self.dropout(self.attention(self.attention_norm(x), cache=cache, places=places))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
 class DecoderCache(list[Cache]):
@@ -108,6 +109,7 @@ class Decoder(nn.Module):
         self.embed = nn.Embedding(spec.vocab, spec.width)
         learned = spec.attention.position == "learned"
         self.positions = LearnedPositions(spec.context, spec.width) if learned else None
+        self.dropout = nn.Dropout(spec.dropout) if spec.dropout else nn.Identity()
         self.blocks = nn.ModuleList(Block(spec, layer) for layer in range(spec.layers))
         self.norm = new_norm(spec)
         self.head = nn.Linear(spec.width, spec.vocab, bias=False)
@@ -130,6 +132,7 @@ class Decoder(nn.Module):
         places = self.attention(0).locate(x, segments, None if cache is None else cache[0])
         if self.positions is not None:
             x = x + self.positions(places)
+        x = self.dropout(x)
         for layer, block in enumerate(self.blocks):
             x = block(x, places, None if cache is None else cache[layer])
         return self.norm(x)

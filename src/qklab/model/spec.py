@@ -15,7 +15,8 @@ MLP_MATRICES = {"swiglu": 3, "gelu": 2}
 class DecoderSpec(Spec):
     """Pre-norm transformer: x ← x + Attention(norm(x)); x ← x + MLP(norm(x)); logits = W_out norm(x).
 
-    `mlp_ratio` is hidden width over model width; `bias` concerns MLP and LayerNorm (attention has its own).
+    `mlp_ratio` is hidden width over model width; `bias` concerns MLP and LayerNorm (attention has its own);
+    `dropout`, in training, the embeddings and what attention and MLP add to the residual stream.
     """
 
     vocab: int = whole()
@@ -29,6 +30,7 @@ class DecoderSpec(Spec):
     bias: bool = flag(False)
     tied: bool = flag(True)
     context: int = whole(1024)
+    dropout: float = real(0.0, at_least=0.0, at_most=0.9)
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(

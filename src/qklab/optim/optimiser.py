@@ -1,0 +1,98 @@
+"""torch's own AdamW and Muon, chosen by parameter role, as one object with one flat state."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from qklab.optim.roles import Role, role
+from qklab.schema import Spec, choice, real
+
+DECAYED: frozenset[Role] = frozenset({"embedding", "head", "matrix", "coupling"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimiserSpec(Spec):
+    """AdamW on everything, or Muon on the blocks' matrices and AdamW on the rest.
+
+    Muon's update is scaled to AdamW's root mean square (0.2·√max(rows, columns)), so one `lr` serves both. Weight decay
+    is decoupled and spares vectors. `clip` bounds the global gradient norm; 0 leaves gradients alone.
+    """
+
+    kind: Literal["adamw", "muon"] = choice("adamw", ("adamw", "muon"))
+    lr: float = real(3e-3, above=0.0)
+    beta1: float = real(0.9, at_least=0.0, at_most=0.9999)
+    beta2: float = real(0.95, at_least=0.0, at_most=0.999999)
+    eps: float = real(1e-8, above=0.0)
+    weight_decay: float = real(0.1, at_least=0.0)
+    momentum: float = real(0.95, at_least=0.0, at_most=0.9999)
+    clip: float = real(1.0, at_least=0.0)
+
+
+class Optimiser:
+    """The optimisers of one model: `step` at a learning rate, and their state as flat named tensors."""
+
+    def __init__(self, spec: OptimiserSpec, model: nn.Module):
+        self.spec = spec
+        self.names = {parameter: name for name, parameter in model.named_parameters()}
+        kinds = {parameter: role(name, parameter) for parameter, name in self.names.items()}
+        orthogonal = [p for p, kind in kinds.items() if kind == "matrix" and spec.kind == "muon"]
+        rest = [p for p in kinds if not any(p is o for o in orthogonal)]
+        groups = [
+            {"params": [p for p in rest if (kinds[p] in DECAYED) == decayed], "weight_decay": decay}
+            for decayed, decay in ((True, spec.weight_decay), (False, 0.0))
+        ]
+        self.parts: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW(
+                [group for group in groups if group["params"]],
+                lr=spec.lr,
+                betas=(spec.beta1, spec.beta2),
+                eps=spec.eps,
+                fused=all(p.device.type in ("cpu", "cuda") for p in rest),
+            )
+        ]
+        if orthogonal:
+            self.parts.append(
+                torch.optim.Muon(
+                    orthogonal,
+                    lr=spec.lr,
+                    weight_decay=spec.weight_decay,
+                    momentum=spec.momentum,
+                    adjust_lr_fn="match_rms_adamw",
+                )
+            )
+
+    def step(self, lr: float) -> None:
+        """One update of every parameter at this learning rate."""
+        for group in self.groups():
+            group["lr"] = lr
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none=True)
+
+    def groups(self) -> Iterator[dict]:
+        for part in self.parts:
+            yield from part.param_groups
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state by name, e.g. "exp_avg.blocks.0.mlp.up.weight"; the tensors themselves, not copies."""
+        return {
+            f"{key}.{self.names[parameter]}": value
+            for part in self.parts
+            for parameter, state in part.state.items()
+            for key, value in state.items()
+            if isinstance(value, Tensor)
+        }
+
+    def materialise(self) -> None:
+        """Create the state that the first step would create, leaving the weights as they are, so that it can be
+        loaded into."""
+        for parameter in self.names:
+            parameter.grad = torch.zeros_like(parameter)
+        self.step(0.0)
+        self.zero_grad()

@@ -1,0 +1,106 @@
+"""The run directory.
+
+run.json        what was asked for and where: spec, fingerprint, commit, data hash, environment
+metrics.jsonl   what was measured, step by step
+probes/         one JSON file per probe
+checkpoints/    what training continues from
+summary.json    how it ended
+lock            held while a process works in the directory
+"""
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import Any, Self
+
+from qklab.runs.files import reason, write_json
+from qklab.runs.metrics import read_metrics
+
+FORMAT = 1
+
+
+class RunError(ValueError):
+    """A run directory that cannot be used as asked."""
+
+
+class RunDirectory:
+    """A run's files. Reading needs nothing; writing needs `with RunDirectory(path).locked():`."""
+
+    def __init__(self, path: Path | str):
+        self.path = Path(path)
+        self._lock: int | None = None
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints_path(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def probes_path(self) -> Path:
+        return self.path / "probes"
+
+    def exists(self) -> bool:
+        return (self.path / "run.json").exists()
+
+    def read(self) -> dict[str, Any]:
+        """run.json."""
+        return self._read("run.json")
+
+    def summary(self) -> dict[str, Any] | None:
+        """summary.json, or None while the run has not ended."""
+        return self._read("summary.json") if (self.path / "summary.json").exists() else None
+
+    def metrics(self, kind: str | None = None) -> list[dict[str, Any]]:
+        return read_metrics(self.metrics_path, kind)
+
+    def _read(self, name: str) -> dict[str, Any]:
+        path = self.path / name
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise RunError(f"{self.path} is not a run directory: it has no {name}.") from None
+        except (ValueError, OSError) as error:
+            raise RunError(f"{path} cannot be read: {error}; restore it from a copy or start a new run.") from None
+        if not isinstance(value, dict) or value.get("format") != FORMAT:
+            raise RunError(f"{path} is not of format {FORMAT}; it was written by another version of qklab.")
+        return {key: inner for key, inner in value.items() if key != "format"}
+
+    def write(self, name: str, value: dict[str, Any]) -> None:
+        write_json(self.path / name, {"format": FORMAT} | value)
+
+    def locked(self) -> Self:
+        """Create the directory if need be and hold its lock, which the system frees however this process ends."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise RunError(
+                f"the run directory {self.path} cannot be written: {reason(error)}; choose another with --run."
+            ) from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = os.read(self._lock, 64).decode(errors="replace").strip() or "unknown"
+            os.close(self._lock)
+            self._lock = None
+            raise RunError(
+                f"{self.path} is in use by another process (pid {holder}); wait for it or choose another --run."
+            ) from None
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+        return self
+
+    def release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()

@@ -1,0 +1,54 @@
+"""Where a number was made: versions, processor, commit."""
+
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("torch", "triton", "numpy", "tokenizers", "safetensors", "transformers", "liger-kernel")
+
+
+def environment(device: dict[str, Any]) -> dict[str, Any]:
+    """Versions, processor and command of this process; `device` is what the trainer says about its own."""
+    return {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "packages": {name: version for name in PACKAGES if (version := installed(name)) is not None},
+        "device": device,
+    }
+
+
+def installed(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def commit() -> str | None:
+    """The commit of the checkout this package was imported from, with "+changes" if it differs; None outside one."""
+    folder = Path(__file__).resolve().parent
+
+    def git(*arguments: str) -> str | None:
+        try:
+            ran = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return ran.stdout.strip() if ran.returncode == 0 else None
+
+    head = git("rev-parse", "HEAD")
+    if head is None or git("ls-files", "--error-unmatch", "environment.py") is None:
+        return None
+    return head + ("+changes" if git("status", "--porcelain", "--untracked-files=no", "..") else "")

@@ -1,0 +1,164 @@
+"""Run directories: records that survive crashes, locks, environments, sinks."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qklab.runs import MetricsFile, RunDirectory, RunError, read_metrics
+from qklab.runs.environment import commit, environment
+from qklab.runs.files import write_json
+from qklab.runs.sinks import SINKS, Sinks
+
+
+def lines(path: Path, *records: dict) -> None:
+    file = MetricsFile(path)
+    for record in records:
+        file.append(record)
+    file.close()
+
+
+def test_records_come_back_in_order_with_infinities_spelt_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines(path, {"kind": "train", "step": 1, "loss": 2.5}, {"kind": "train", "step": 2, "loss": math.inf})
+    assert read_metrics(path) == [
+        {"kind": "train", "step": 1, "loss": 2.5},
+        {"kind": "train", "step": 2, "loss": "inf"},
+    ]
+    assert read_metrics(path, "evaluation") == []
+    assert read_metrics(tmp_path / "none.jsonl") == []
+
+
+def test_a_crash_in_mid_line_costs_that_line_only(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    records = [{"kind": "train", "step": step, "loss": 0.1 * step, "text": "ä€"} for step in (1, 2, 3)]
+    lines(path, *records)
+    whole = path.read_bytes()
+    last = whole.rindex(b"\n", 0, -1) + 1
+    for cut in range(last, len(whole)):
+        path.write_bytes(whole[:cut])
+        lines(path, {"kind": "train", "step": 4})
+        expected = records[:2] + ([records[2]] if cut == len(whole) - 1 else [])
+        assert read_metrics(path) == [*expected, {"kind": "train", "step": 4}], cut
+
+
+def test_what_a_resumed_run_repeats_replaces_what_was_lost(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = [{"kind": "train", "step": s, "loss": 1.0} for s in (1, 2, 3, 4)]
+    again = [{"kind": "train", "step": s, "loss": 2.0} for s in (3, 4, 5)]
+    lines(path, *first, {"kind": "resume", "step": 2}, *again)
+    assert read_metrics(path) == first[:2] + again
+
+
+def test_a_record_repeated_for_the_same_step_counts_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    final = {"kind": "final", "step": 4, "split": "valid", "loss": 1.0}
+    lines(path, final, {"kind": "resume", "step": 4}, final, final | {"split": "test"})
+    assert read_metrics(path) == [final, final | {"split": "test"}]
+
+
+def test_small_files_are_old_or_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "summary.json"
+    write_json(path, {"a": 1})
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space left"):
+        write_json(path, {"a": 2})
+    assert json.loads(path.read_text()) == {"a": 1}
+
+
+def test_a_second_process_is_refused_and_a_dead_one_is_not_in_the_way(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from qklab.runs import RunDirectory\n"
+        "d = RunDirectory(sys.argv[1]).locked(); print('ready', flush=True); time.sleep(60)"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "ready\n"
+    with pytest.raises(RunError, match=rf"in use by another process \(pid {holder.pid}\)"):
+        RunDirectory(tmp_path).locked()
+    holder.kill()
+    holder.wait()
+    holder.stdout.close()
+    with RunDirectory(tmp_path).locked():
+        pass
+
+
+def test_directories_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"is not a run directory: it has no run\.json"):
+        RunDirectory(tmp_path).read()
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(RunError, match="cannot be read"):
+        RunDirectory(tmp_path).read()
+    (tmp_path / "run.json").write_text('{"format": 99}')
+    with pytest.raises(RunError, match="another version"):
+        RunDirectory(tmp_path).read()
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(RunError, match=r"cannot be written: not a directory; choose another with --run"):
+        RunDirectory(file / "run").locked()
+
+
+def test_the_environment_names_versions_and_commit() -> None:
+    described = environment({"kind": "cpu"})
+    assert described["packages"]["torch"]
+    assert json.dumps(described)
+    head = commit()
+    assert head is None or len(head.removesuffix("+changes")) == 40
+
+
+class Failing:
+    def __init__(self, folder: Path, name: str, config: dict):
+        self.calls = 0
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.calls += 1
+        raise ConnectionError("no network")
+
+    def close(self) -> None: ...
+
+
+def test_a_failing_sink_is_told_of_once_and_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SINKS, "failing", Failing)
+    said: list[str] = []
+    sinks = Sinks(["failing"], tmp_path, "run", {}, said.append)
+    for step in range(3):
+        sinks.log({"loss": 1.0}, step)
+    sinks.close()
+    assert said == ["failing is left out from here on: ConnectionError: no network."]
+
+
+def test_a_missing_sink_says_how_to_get_it_and_an_unknown_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    said: list[str] = []
+    Sinks(["trackio"], tmp_path, "run", {}, said.append).log({"loss": 1.0}, 1)
+    assert len(said) == 1
+    assert "pip install trackio" in said[0]
+    with pytest.raises(ValueError, match=r"did you mean 'tensorboard'"):
+        Sinks(["tensorbord"], tmp_path, "run", {}, said.append)
+
+
+def test_wandb_is_given_the_runs_name_and_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple] = []
+
+    class Module:
+        init = staticmethod(lambda **options: calls.append(("init", options)))
+        log = staticmethod(lambda values, step: calls.append(("log", values, step)))
+        finish = staticmethod(lambda: calls.append(("finish",)))
+
+    monkeypatch.setitem(sys.modules, "wandb", Module())  # pyright: ignore[reportArgumentType]
+    sinks = Sinks(["wandb"], tmp_path, "my-run", {"seed": 1}, print)
+    sinks.log({"loss": 1.0}, 3)
+    sinks.close()
+    assert calls[0][1]["id"] == "my-run"
+    assert calls[0][1]["config"] == {"seed": 1}
+    assert calls[1:] == [("log", {"loss": 1.0}, 3), ("finish",)]

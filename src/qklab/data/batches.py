@@ -1,0 +1,121 @@
+"""Windows → tensors on the device, made ahead of the step that needs them; and the fixed windows of evaluation."""
+
+import queue
+import threading
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qklab.data.order import Order, Stream, Windows
+
+IGNORED = -100
+
+
+class Batch(NamedTuple):
+    """What a model reads and what it should predict."""
+
+    ids: Tensor  # [B, T]
+    targets: Tensor  # [B, T], −100 where there is no text
+    segments: Tensor | None  # [B, T]
+
+    def to(self, device: torch.device) -> "Batch":
+        """Copied to the device without waiting for it, where the memory is pinned."""
+        moved = (None if tensor is None else tensor.to(device, non_blocking=True) for tensor in self)
+        return Batch(*moved)  # pyright: ignore[reportArgumentType]
+
+    def pinned(self) -> "Batch":
+        return Batch(*(None if tensor is None else tensor.pin_memory() for tensor in self))  # pyright: ignore[reportArgumentType]
+
+    def parts(self, rows: int) -> list["Batch"]:
+        """Micro-batches of `rows` rows."""
+        starts = range(0, len(self.ids), rows)
+        return [Batch(*(None if t is None else t[i : i + rows] for t in self)) for i in starts]  # pyright: ignore[reportArgumentType]
+
+
+def batch_of(windows: Windows) -> Batch:
+    ids = torch.from_numpy(windows.ids)
+    segments = None if windows.segments is None else torch.from_numpy(windows.segments[:, :-1].copy())
+    return Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), segments)
+
+
+class Batches:
+    """Steps `start`, `start` + 1, … of one rank, each prepared by a thread while the ones before are computed."""
+
+    def __init__(self, order: Order, start: int, rank: int, world: int, device: torch.device, ahead: int = 4):
+        order.samples(start, rank, world)  # raises here rather than in the thread
+        self.order, self.rank, self.world, self.device = order, rank, world, device
+        self.ready: queue.Queue[Batch | BaseException] = queue.Queue(ahead)
+        self.closed = threading.Event()
+        self.waited = 0.0
+        self.thread = threading.Thread(target=self._make, args=(start,), name="batches", daemon=True)
+        self.thread.start()
+
+    def _make(self, step: int) -> None:
+        try:
+            while not self.closed.is_set():
+                batch = batch_of(self.order.rows(step, self.rank, self.world))
+                self._put(batch.pinned() if self.device.type == "cuda" else batch)
+                step += 1
+        except BaseException as error:
+            self._put(error)
+
+    def _put(self, item: "Batch | BaseException") -> None:
+        while not self.closed.is_set():
+            try:
+                self.ready.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+            break
+
+    def __next__(self) -> Batch:
+        item = self.ready.get()
+        if isinstance(item, BaseException):
+            raise item
+        return item.to(self.device)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def close(self) -> None:
+        self.closed.set()
+        self.thread.join()
+
+
+class EvaluationWindows:
+    """A split as windows of `context` tokens in stored order, every token a target exactly once, the last document's
+    end included. The same for every model that has this context and reads this corpus."""
+
+    def __init__(self, split: Stream, context: int, eot: int, packed: bool):
+        self.split, self.context, self.eot, self.packed = split, context, eot, packed
+
+    def __len__(self) -> int:
+        return -(-self.split.tokens // self.context)
+
+    def chosen(self, tokens: int | None) -> np.ndarray:
+        """All windows, or evenly spread ones with about `tokens` targets."""
+        if tokens is None or tokens >= self.split.tokens:
+            return np.arange(len(self))
+        count = max(1, tokens // self.context)
+        return np.unique(np.linspace(0, len(self) - 1, count).round().astype(np.int64))
+
+    def batch(self, windows: np.ndarray) -> Batch:
+        """Rows of these windows; what lies past the end of the split is a text of its own whose targets are ignored."""
+        rows = np.full((len(windows), self.context + 1), self.eot, np.int64)
+        targets = np.full((len(windows), self.context), IGNORED, np.int64)
+        segments = np.zeros((len(windows), self.context), np.int64)
+        for row, window in enumerate(windows):
+            start = int(window) * self.context
+            real = min(self.context, self.split.tokens - start)
+            piece = self.split.read(start, min(self.split.tokens, start + self.context + 1))
+            rows[row, : len(piece)] = piece  # past the last document comes its end of text, which is already there
+            targets[row, :real] = rows[row, 1 : real + 1]
+            first, last = np.searchsorted(self.split.starts, (start, start + real))
+            begins = self.split.starts[first:last] - start
+            segments[row, begins[begins > 0]] = 1
+            segments[row] = segments[row].cumsum()
+            segments[row, real:] = self.context
+        ids = torch.from_numpy(np.ascontiguousarray(rows[:, :-1]))
+        return Batch(ids, torch.from_numpy(targets), torch.from_numpy(segments) if self.packed else None)

@@ -7,38 +7,17 @@ import operator
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, NoReturn, get_args, get_type_hints
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+try:
+    import tyro
+    from tyro.conf import Positional
+except ImportError:
+    sys.exit("qklab: the command line needs the package tyro; install it with: pip install tyro")
 
 from qklab import demo, describe
-from qklab.attention.spec import AttentionSpec, CouplingKind, CouplingSpec, LatentSpec
-from qklab.schema import SpecError
-
-
-def flags(spec: type, **overrides: tuple[Any, Any]) -> type:
-    """A dataclass of command-line flags for a spec's fields; a field without a default may be left out."""
-    types = get_type_hints(spec)
-    made: list[tuple[str, Any, Any]] = []
-    for field in dataclasses.fields(spec):
-        kind, default = types[field.name], field.default
-        if field.name in overrides:
-            kind, default = overrides[field.name]
-        elif default is None or default is dataclasses.MISSING:
-            kind, default = kind | None, None
-        made.append((field.name, kind, dataclasses.field(default=default)))
-    made_class = dataclasses.make_dataclass(f"{spec.__name__}Flags", made, frozen=True)
-    made_class.__doc__ = spec.__doc__
-    return made_class
-
-
-CouplingFlags = flags(CouplingSpec, kind=(Literal[("none", *get_args(CouplingKind))], "none"))
-LatentFlags = flags(LatentSpec)
-SpecFlags = flags(
-    AttentionSpec,
-    width=(int | None, None),
-    heads=(int, 8),
-    coupling=(CouplingFlags, CouplingFlags()),
-    latent=(LatentFlags, LatentFlags()),
-)
+from qklab.flags import RunChoices, SpecFlags, attention_spec, chosen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,32 +29,6 @@ class Describe(SpecFlags):
 @dataclasses.dataclass(frozen=True)
 class Demo:
     pass
-
-
-def given(flags: Any) -> dict[str, Any]:
-    """The flags that differ from their defaults."""
-    return {
-        field.name: getattr(flags, field.name)
-        for field in dataclasses.fields(flags)
-        if getattr(flags, field.name) != field.default
-    }
-
-
-def attention_spec(flags: Any) -> AttentionSpec:
-    """Command-line flags → spec; the width is 64 per head unless given."""
-    chosen = {name: v for name, v in given(flags).items() if name not in ("coupling", "latent", "json")}
-    coupling, latent = given(flags.coupling), given(flags.latent)
-    if "kind" in coupling:
-        chosen["coupling"] = coupling
-    elif coupling:
-        name = next(iter(coupling))
-        raise SpecError(
-            f"coupling.{name} came without a coupling; add --coupling.kind, e.g. leapfrog.", "coupling.kind"
-        )
-    if latent:
-        chosen["latent"] = latent
-    chosen.setdefault("width", max(flags.heads, 1) * (flags.head_width or 64))
-    return AttentionSpec.from_dict(chosen | {"heads": flags.heads})
 
 
 def run_describe(flags: Any) -> int:
@@ -92,15 +45,76 @@ def run_demo(flags: Any) -> int:
     return 0 if demo.run(Console(width=None if sys.stdout.isatty() else 140)) else 1
 
 
-COMMANDS = {"describe": (Describe, run_describe), "demo": (Demo, run_demo)}
+@dataclasses.dataclass(frozen=True)
+class Train(RunChoices):
+    """Train one model. Settings come from FILE, overridden by flags, and else from the defaults.
+
+    Args:
+        file: a TOML file with the settings
+        run: the run directory; if a run is there it is continued
+        data: where corpora are looked for by name; by default $QKLAB_DATA
+        quiet: show no progress
+    """
+
+    file: Positional[Path | None] = None
+    run: Path | None = None
+    data: Path | None = None
+    quiet: bool = False
+
+
+def run_train(flags: Any) -> int:
+    """Train a model on a corpus; run the same command again to continue where it stopped."""
+    from qklab.train import launch
+    from qklab.train.progress import Terminal
+
+    values = chosen(flags)
+    file, run, data, quiet = (values.pop(name, None) for name in ("file", "run", "data", "quiet"))
+    spec, execution = launch.asked(values, file, run)
+    outcome = launch.train(spec, run, execution, data=data, display=None if quiet else Terminal())
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(launch.told(outcome))
+    return launch.EXIT_CODES[outcome.status]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """Continue a text with a trained model, drawing through its key/value cache.
+
+    Args:
+        run: a run directory
+        prompt: the text to continue
+        tokens: how many tokens at most
+        temperature: 0 takes the likeliest token
+        best: the best checkpoint instead of the newest
+    """
+
+    run: Positional[Path]
+    prompt: Positional[str] = ""
+    tokens: int = 100
+    temperature: float = 0.8
+    seed: int | None = None
+    best: bool = False
+
+
+def run_sample(flags: Any) -> int:
+    """Continue a text with a trained model."""
+    from qklab.train.load import load, sample
+
+    decoder, tokenizer = load(flags.run, "best" if flags.best else "newest")
+    print(sample(decoder, tokenizer, flags.prompt, flags.tokens, temperature=flags.temperature, seed=flags.seed))
+    return 0
+
+
+COMMANDS = {
+    "train": (Train, run_train),
+    "sample": (Sample, run_sample),
+    "describe": (Describe, run_describe),
+    "demo": (Demo, run_demo),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Entry point of `qklab`: bad input ends in one sentence on stderr and exit code 2."""
-    try:
-        import tyro
-    except ImportError:
-        sys.exit("qklab: the command line needs the package tyro; install it with: pip install tyro")
     parsers: list[Any] = [
         Annotated[flags, tyro.conf.subcommand(name, description=run.__doc__)] for name, (flags, run) in COMMANDS.items()
     ]

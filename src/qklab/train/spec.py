@@ -1,0 +1,212 @@
+"""RunSpec: everything that decides what a run computes, and ExecutionSpec: how this machine carries it out."""
+
+import hashlib
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from qklab.data.order import PACKINGS
+from qklab.data.spec import DataSpec
+from qklab.model.recipes import recipe
+from qklab.model.spec import DecoderSpec
+from qklab.optim.optimiser import OptimiserSpec
+from qklab.optim.schedule import ScheduleSpec
+from qklab.runs.directory import RunError
+from qklab.schema import Rule, Spec, SpecError, choice, part, real, shown, text, whole
+
+DEFAULT_TOKENS = 4_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSpec(Spec):
+    """A step sees `sequences` windows of the model's context, over all ranks and micro-batches together.
+
+    `packed` keeps documents that share a window apart; `contiguous` lets attention cross from one to the next.
+    """
+
+    sequences: int = whole(32)
+    packing: Literal["packed", "contiguous"] = choice("packed", PACKINGS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetSpec(Spec):
+    """How long to train: `tokens`, `seconds` of training steps, or `flops` (training FLOPs of the matrix products)."""
+
+    tokens: int = whole(None, at_most=2**62)
+    seconds: float = real(None, above=0.0)
+    flops: float = real(None, above=0.0)
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "tokens",
+            lambda s: sum(v is not None for v in (s.tokens, s.seconds, s.flops)) > 1,
+            lambda s: "a budget is one of tokens, seconds and flops",
+            lambda s: {"seconds": None, "flops": None},
+        ),
+    )
+
+    def defaults(self) -> dict[str, Any]:
+        return {"tokens": DEFAULT_TOKENS if self.seconds is None and self.flops is None else None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSpec(Spec):
+    """Validation `times` times over the run on about `tokens` tokens, the same for every model, and at the end on the
+    whole of validation and test. Probes `probes` times, on `probe_rows` validation windows cut to `probe_tokens`."""
+
+    times: int = whole(10, at_least=0)
+    tokens: int = whole(32_768)
+    probes: int = whole(10, at_least=0)
+    probe_rows: int = whole(2)
+    probe_tokens: int = whole(256)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutionSpec(Spec):
+    """How to run, without changing what is computed beyond rounding; may differ when a run is resumed.
+
+    `device` auto: a GPU if there is one. `compile` auto: on a GPU. `rows`: windows per forward pass and rank, by
+    default all of the rank's. `parallel`: how several ranks share the model. `threads`: by default the machine's cores
+    shared by its ranks. A checkpoint is due every `checkpoint_minutes`, or every `checkpoint_steps` if given, at every
+    evaluation that is the best so far, and at the end; the last `keep` and the best stay.
+    """
+
+    device: Literal["auto", "cpu", "cuda"] = choice("auto", ("auto", "cpu", "cuda"))
+    compile: Literal["auto", "yes", "no"] = choice("auto", ("auto", "yes", "no"))
+    rows: int = whole(None)
+    parallel: Literal["ddp", "fsdp"] = choice("ddp", ("ddp", "fsdp"))
+    threads: int = whole(None)
+    checkpoint_minutes: float = real(5.0, above=0.0)
+    checkpoint_steps: int = whole(None)
+    keep: int = whole(2)
+    sinks: str = text(None)  # names separated by commas
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec(Spec):
+    """One training run. Two runs with the same spec, corpus and software compute the same."""
+
+    seed: int = whole(0, at_least=0)
+    model: DecoderSpec = part(DecoderSpec)
+    corpus: DataSpec = part(DataSpec, DataSpec())
+    batch: BatchSpec = part(BatchSpec, BatchSpec())
+    optimiser: OptimiserSpec = part(OptimiserSpec, OptimiserSpec())
+    schedule: ScheduleSpec = part(ScheduleSpec, ScheduleSpec())
+    budget: BudgetSpec = part(BudgetSpec, BudgetSpec())
+    evaluation: EvaluationSpec = part(EvaluationSpec, EvaluationSpec())
+    precision: Literal["auto", "fp32", "bf16"] = choice("auto", ("auto", "fp32", "bf16"))
+    z_loss: float = real(0.0, at_least=0.0)
+    max_skips: int = whole(10, at_least=0)
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "model",
+            lambda s: not s.model.attention.causal,
+            lambda s: "a language model that predicts the next token must not see it: attention.causal must be True",
+            lambda s: {"model": s.model.replace(attention=s.model.attention.replace(causal=True))},
+        ),
+        Rule(
+            "model",
+            lambda s: s.model.vocab < token_ids(s.corpus),
+            lambda s: f"the tokenizer has {token_ids(s.corpus)} tokens and the model vocab={s.model.vocab}",
+            lambda s: {"model": s.model.replace(vocab=padded(token_ids(s.corpus)))},
+        ),
+    )
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch.sequences * self.model.context
+
+    @property
+    def flops_per_step(self) -> int:
+        """Matrix-product FLOPs of forward and backward: three times the forward's."""
+        return 3 * self.tokens_per_step * self.model.flops_per_token()
+
+    @property
+    def steps(self) -> int | None:
+        """Steps of the whole run; None where the budget is in seconds."""
+        if self.budget.seconds is not None:
+            return None
+        if self.budget.flops is not None:
+            return max(1, -(-int(self.budget.flops) // self.flops_per_step))
+        return max(1, -(-self.budget.tokens // self.tokens_per_step))
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the spec in canonical JSON."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
+
+
+def token_ids(corpus: DataSpec) -> int:
+    """How many ids the corpus's tokenizer has at most."""
+    kind = corpus.tokenizer.split(":")[0]
+    return {"bytes": 257, "gpt2": 50_257}.get(kind, corpus.vocab)
+
+
+def padded(vocab: int) -> int:
+    """The next multiple of 64, which matrix units like."""
+    return -(-vocab // 64) * 64
+
+
+MODEL_KEYS = ("recipe", *(name for name in DecoderSpec.__dataclass_fields__ if name != "attention"))
+
+
+def resolve(values: Mapping[str, Any]) -> tuple[RunSpec, ExecutionSpec]:
+    """A run from plain values: RunSpec's fields, with `model` as a recipe's name and changes to it, `attention` as
+    changes to its attention, and `execution`."""
+    values = dict(values)
+    execution = ExecutionSpec.from_dict(table(values, "execution"))
+    model, attention = dict(table(values, "model")), dict(table(values, "attention"))
+    for name in model:
+        if name not in MODEL_KEYS:
+            DecoderSpec.refuse_unknown([name])
+    corpus = DataSpec.from_dict(table(values, "corpus", keep=True))
+    spec = model_spec(model, attention, padded(token_ids(corpus)))
+    RunSpec.refuse_unknown(values)
+    return RunSpec.from_dict(values | {"model": spec}), execution
+
+
+def table(values: dict[str, Any], name: str, keep: bool = False) -> Mapping[str, Any]:
+    found = values.get(name, {}) if keep else values.pop(name, {})
+    if not isinstance(found, Mapping):
+        raise SpecError(f"{name} must be a table of settings, but {shown(found)} came.", name)
+    return found
+
+
+def model_spec(model: dict[str, Any], attention: dict[str, Any], vocab: int) -> DecoderSpec:
+    """The recipe's model with these changes; its vocabulary is the tokenizer's unless given."""
+    base = recipe(model.pop("recipe", "nano")).to_dict()
+    if isinstance(coupling := attention.get("coupling"), Mapping) and coupling.get("kind") == "none":
+        attention = attention | {"coupling": None}
+    if "width" in model:
+        attention = {"width": model["width"], "heads": max(1, model["width"] // 64)} | attention
+    mixer = {key: value for key, value in base["attention"].items() if key not in derived(attention)}
+    changed = base | {"vocab": vocab} | model | {"attention": mixer | attention}
+    return DecoderSpec.from_dict(changed)
+
+
+def derived(attention: Mapping[str, Any]) -> set[str]:
+    """Attention fields that follow from others and so must follow again when any of those change."""
+    return {"kv_heads", "head_width"} - attention.keys() if attention else set()
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The values of a run's TOML file."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RunError(f"there is no run file {path}.") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise RunError(f"{path} cannot be read as TOML: {error}.") from None
+
+
+def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with `changes` laid over it, table by table."""
+    result = dict(base)
+    for name, value in changes.items():
+        both = isinstance(value, Mapping) and isinstance(result.get(name), Mapping)
+        result[name] = merged(result[name], value) if both else value
+    return result

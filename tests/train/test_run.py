@@ -1,0 +1,339 @@
+"""One run from settings to summary: what it records, how it ends, what it refuses."""
+
+import json
+import math
+import os
+import resource
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import Settings
+
+from qklab.data import DataSpec, prepare
+from qklab.runs import RunDirectory, RunError
+from qklab.schema import SpecError
+from qklab.train.launch import asked, told, train, unigram_loss
+from qklab.train.load import load, sample
+from qklab.train.loop import Trainer
+from qklab.train.spec import ExecutionSpec, RunSpec, resolve
+
+
+def losses(folder: Path) -> list[float]:
+    return [record["loss"] for record in RunDirectory(folder).metrics("train")]
+
+
+def test_a_run_leaves_everything_it_promises(settings: Settings, tmp_path: Path) -> None:
+    spec, execution = settings()
+    outcome = train(spec, tmp_path / "run", execution)
+    directory = RunDirectory(tmp_path / "run")
+    record, summary = directory.read(), directory.summary()
+    assert summary is not None
+    assert outcome.summary == summary
+    assert record["spec"] == spec.replace(precision="fp32").to_dict()
+    assert record["fingerprint"] == spec.replace(precision="fp32").fingerprint
+    assert len(record["data"]["hash"]) == 64
+    assert record["environment"]["packages"]["torch"] == torch.__version__
+    steps = directory.metrics("train")
+    assert [r["step"] for r in steps] == list(range(1, 13))
+    assert [r["tokens"] for r in steps] == [384 * step for step in range(1, 13)]
+    assert steps[-1]["lr"] == pytest.approx(3e-4)
+    assert [r["step"] for r in directory.metrics("evaluation")] == [4, 8, 12]
+    assert sorted(p.name for p in directory.probes_path.iterdir()) == ["step-0000000006.json", "step-0000000012.json"]
+    probe = json.loads((directory.probes_path / "step-0000000012.json").read_text())
+    assert len(probe["layers"]["entropy"]) == 2
+    assert summary["status"] == "finished"
+    assert summary["parameters"] == spec.model.parameters()
+    assert summary["training_flops"] == 12 * 3 * 384 * spec.model.flops_per_token()
+    assert set(summary["evaluation"]) == {"valid", "test"}
+    assert summary["best"]["validation_loss"] == min(r["loss"] for r in directory.metrics("evaluation"))
+    assert "bits per byte" in told(outcome)
+
+
+def test_perplexity_and_bits_per_byte_are_those_of_the_whole_split(settings: Settings, tmp_path: Path) -> None:
+    """Against one forward pass per document, by hand."""
+    spec, execution = settings(model={"context": 4096}, batch={"sequences": 1}, budget={"tokens": 3 * 4096})
+    summary = train(spec, tmp_path / "run", execution).summary
+    assert summary is not None
+    model, tokenizer = load(tmp_path / "run")
+    corpus = prepare(spec.corpus)
+    split = corpus.splits["valid"]
+    nats, tokens = 0.0, 0
+    with torch.no_grad():
+        for start, stop in zip(split.starts[:-1], split.starts[1:], strict=True):
+            ids = torch.tensor([[*split.read(int(start), int(stop)).tolist(), tokenizer.eot]])
+            logits = model.double()(ids[:, :-1])
+            nats += float(torch.nn.functional.cross_entropy(logits[0], ids[0, 1:], reduction="sum"))
+            tokens += ids.shape[1] - 1
+    result = summary["evaluation"]["valid"]
+    assert split.tokens < 4096, "the split must fit one window for this comparison"
+    assert result["tokens"] == tokens
+    assert result["bytes"] == split.bytes
+    assert result["loss"] == pytest.approx(nats / tokens, rel=1e-5)
+    assert result["perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-4)
+    assert result["bits_per_byte"] == pytest.approx(nats / math.log(2) / split.bytes, rel=1e-5)
+
+
+def test_the_unigram_loss_is_the_cross_entropy_of_the_training_frequencies(corpus_folder: Path) -> None:
+    corpus = prepare(DataSpec(source=str(corpus_folder)))
+    train_ids = corpus.splits["train"].read(0, corpus.splits["train"].tokens).tolist()
+    valid_ids = corpus.splits["valid"].read(0, corpus.splits["valid"].tokens).tolist()
+    total = len(train_ids) + corpus.tokenizer.vocab
+    expected = -sum(math.log((train_ids.count(t) + 1) / total) for t in valid_ids) / len(valid_ids)
+    assert unigram_loss(corpus, "valid") == pytest.approx(expected, rel=1e-12)
+
+
+def test_budgets_in_flops_and_seconds(settings: Settings, tmp_path: Path) -> None:
+    spec, _ = settings()
+    flops = spec.flops_per_step * 4.5
+    by_flops, execution = settings(budget={"tokens": None, "flops": flops})
+    assert train(by_flops, tmp_path / "flops", execution).summary["steps"] == 5  # pyright: ignore[reportOptionalSubscript]
+    by_seconds, execution = settings(budget={"tokens": None, "seconds": 1.5})
+    summary = train(by_seconds, tmp_path / "seconds", execution).summary
+    assert summary is not None
+    assert 1.5 <= summary["seconds"] < 3
+    assert len(RunDirectory(tmp_path / "seconds").metrics("evaluation")) == 3
+    lr = [record["lr"] for record in RunDirectory(tmp_path / "seconds").metrics("train")]
+    assert lr[-1] < 0.5 * max(lr)
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_steps_that_are_not_finite_are_skipped_and_then_end_the_run(
+    what: str, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, execution = settings(max_skips=2)
+    plain, before = Trainer.shared, {}
+
+    def broken(bad: set[int]) -> Callable[..., tuple[float, float]]:
+        def shared(self: Trainer, nats: torch.Tensor, norm: torch.Tensor) -> tuple[float, float]:
+            before[self.state.step + 1] = self.decoder.embed.weight.detach().clone()
+            if self.state.step + 1 in bad:
+                nats, norm = (nats * math.nan, norm) if what == "loss" else (nats, norm * math.inf)
+            return plain(self, nats, norm)
+
+        return shared
+
+    monkeypatch.setattr(Trainer, "shared", broken({3, 6}))
+    outcome = train(spec, tmp_path / "some", execution)
+    assert outcome.status == "finished"
+    assert outcome.summary is not None
+    assert outcome.summary["skipped_steps"] == 2
+    records = RunDirectory(tmp_path / "some").metrics("train")
+    assert [r["step"] for r in records if r.get("skipped")] == [3, 6]
+    assert torch.equal(before[3], before[4])  # a skipped step changes nothing
+    assert not torch.equal(before[4], before[5])
+
+    monkeypatch.setattr(Trainer, "shared", broken(set(range(3, 13))))
+    outcome = train(spec, tmp_path / "all", execution)
+    assert outcome.status == "diverged"
+    summary = RunDirectory(tmp_path / "all").summary()
+    assert summary is not None
+    assert summary["status"] == "diverged"
+    assert summary["steps"] == 5
+    assert train(spec, tmp_path / "all", execution).status == "diverged"  # a result, not to be tried again
+
+
+def test_an_absurd_learning_rate_is_recorded_as_diverged_or_bad(settings: Settings, tmp_path: Path) -> None:
+    spec, execution = settings(optimiser={"lr": 1e30, "clip": 0.0}, max_skips=3)
+    assert train(spec, tmp_path / "run", execution).status == "diverged"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": {"dropout": 0.2}},
+        {"z_loss": 1e-2},
+        {"batch": {"packing": "contiguous"}},
+        {"optimiser": {"clip": 0.0}},
+        {"attention": {"position": "learned"}},
+        {"model": {"tied": False}},
+    ],
+    ids=str,
+)
+def test_options_train_and_resume_bit_equal(
+    changes: dict[str, Any], settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, execution = settings(**changes)
+    train(spec, tmp_path / "whole", execution)
+    monkeypatch.setattr(Trainer, "stopping", lambda self, stop: self.state.step == 7)
+    assert train(spec, tmp_path / "parts", execution).status == "interrupted"
+    monkeypatch.undo()
+    assert train(spec, tmp_path / "parts", execution).status == "finished"
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    plain, _ = settings()
+    train(plain, tmp_path / "plain", execution)
+    assert losses(tmp_path / "whole") != losses(tmp_path / "plain")  # the option does something
+
+
+def test_muon_trains_and_resumes_bit_equal(settings: Settings, tmp_path: Path, spawn: Callable[..., Any]) -> None:
+    """In a process of its own: torch's Muon computes in bf16, for which some processors need a guard set early."""
+    spec, execution = settings(optimiser={"kind": "muon"})
+    for parts in (1, 2):
+        for _ in range(parts):
+            process = spawn(
+                until_seven if parts == 2 and _ == 0 else to_the_end, spec, execution, tmp_path / str(parts)
+            )
+            process.join()
+            assert process.exitcode == 0
+    assert losses(tmp_path / "2") == losses(tmp_path / "1")
+    assert losses(tmp_path / "1")[-1] < losses(tmp_path / "1")[0] - 0.5
+
+
+def to_the_end(spec: RunSpec, execution: ExecutionSpec, folder: Path) -> None:
+    train(spec, folder, execution)
+
+
+def until_seven(spec: RunSpec, execution: ExecutionSpec, folder: Path) -> None:
+    Trainer.stopping = lambda self, stop: self.state.step == 7  # pyright: ignore[reportAttributeAccessIssue]
+    train(spec, folder, execution)
+
+
+@pytest.mark.inductor
+def test_compiled_training_follows_the_eager_one(settings: Settings, tmp_path: Path) -> None:
+    spec, execution = settings()
+    train(spec, tmp_path / "eager", execution)
+    train(spec, tmp_path / "compiled", execution.replace(compile="yes"))
+    assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "eager"), abs=2e-4)
+
+
+def test_a_trained_model_comes_back_and_generates(settings: Settings, tmp_path: Path) -> None:
+    spec, execution = settings()
+    train(spec, tmp_path / "run", execution)
+    for which in ("newest", "best"):
+        decoder, tokenizer = load(tmp_path / "run", which)  # pyright: ignore[reportArgumentType]
+        text = sample(decoder, tokenizer, "Lic", 12, temperature=1.0, seed=0)
+        assert text.startswith("Lic")
+        assert text == sample(decoder, tokenizer, "Lic", 12, temperature=1.0, seed=0)
+    with pytest.raises(RunError, match="is not a run directory"):
+        load(tmp_path)
+
+
+# ---- what is refused
+
+
+def test_unknown_settings_are_refused_with_a_suggestion() -> None:
+    for values, message in [
+        ({"modell": {}}, r"did you mean 'model'"),
+        ({"model": {"layer": 3}}, r"did you mean 'layers'"),
+        ({"optimiser": {"weight_decey": 3}}, r"did you mean 'weight_decay'"),
+        ({"execution": {"device": "gpu"}}, r"device must be one of 'auto', 'cpu', 'cuda'"),
+        ({"corpus": 3}, "corpus must be a table of settings, but 3 came"),
+        ({"budget": {"tokens": 10, "seconds": 1.0}}, "a budget is one of tokens, seconds and flops"),
+        ({"attention": {"causal": False}}, "must not see it"),
+        ({"model": {"vocab": 100}, "corpus": {"tokenizer": "gpt2"}}, r"nearest legal: model\.vocab=50304"),
+    ]:
+        with pytest.raises(SpecError, match=message):
+            resolve(values)
+
+
+def test_a_run_directory_of_another_run_is_refused(settings: Settings, tmp_path: Path) -> None:
+    spec, execution = settings()
+    train(spec, tmp_path / "run", execution)
+    other, _ = settings(optimiser={"lr": 1e-3})
+    with pytest.raises(
+        RunError, match=r"holds a run with optimiser\.lr=0\.003, but 0\.001 came; choose another folder"
+    ):
+        train(other, tmp_path / "run", execution)
+    with pytest.raises(RunError, match=r"holds a run with model\.attention\.share='none', but 'k=v' came"):
+        asked({"attention": {"share": "k=v"}}, None, tmp_path / "run")
+    same, _ = asked({"optimiser": {"lr": 3e-3}}, None, tmp_path / "run")
+    assert same == spec.replace(precision="fp32")
+
+
+def test_a_corpus_that_changed_under_a_run_is_refused(settings: Settings, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.mkdir()
+    for name in "abcdefgh":
+        (text / f"{name}.txt").write_text(f"{name} sat on the mat. " * 60)
+    changes = {"corpus": {"source": str(text), "valid": 0.2, "test": 0.1}, "budget": {"tokens": 8 * 48 * 2}}
+    spec, execution = settings(**changes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QKLAB_CACHE", str(tmp_path / "cache"))
+        patch.setattr(Trainer, "stopping", lambda self, stop: True)
+        assert train(spec, tmp_path / "run", execution).status == "interrupted"
+        patch.undo()
+        patch.setenv("QKLAB_CACHE", str(tmp_path / "cache"))
+        (text / "a.txt").write_text("something else entirely. " * 60)
+        with pytest.raises(RunError, match=r"the corpus changed under .*run: it began with"):
+            train(spec, tmp_path / "run", execution)
+        (text / "a.txt").write_text("a sat on the mat. " * 60)
+        assert train(spec, tmp_path / "run", execution).status == "finished"
+
+
+def test_another_tokenizer_is_refused(settings: Settings, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("\n<|endoftext|>\n".join(f"{word} and more of it, " * 40 for word in "abcdefghijklmnop"))
+    prepared = [
+        prepare(DataSpec(source=str(text), tokenizer=t, vocab=300, valid=0.2), out=tmp_path / t)
+        for t in ("bytes", "bpe")
+    ]
+    spec, execution = settings(corpus={"source": str(tmp_path / "link")}, model={"vocab": 320})
+    (tmp_path / "link").symlink_to(prepared[0].folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "stopping", lambda self, stop: True)
+        train(spec, tmp_path / "run", execution)
+    (tmp_path / "link").unlink()
+    (tmp_path / "link").symlink_to(prepared[1].folder)
+    with pytest.raises(RunError, match="was trained with another tokenizer"):
+        train(spec, tmp_path / "run", execution)
+    small, _ = settings(corpus={"source": str(tmp_path / "link")}, model={"vocab": 257})
+    with pytest.raises(RunError, match=r"a tokenizer of \d+ tokens, but the model has vocab=257"):
+        train(small, tmp_path / "other", execution)
+
+
+def test_two_processes_in_one_directory(settings: Settings, tmp_path: Path) -> None:
+    spec, execution = settings()
+    with RunDirectory(tmp_path / "run").locked(), pytest.raises(RunError, match="in use by another process"):
+        train(spec, tmp_path / "run", execution)
+
+
+def limited(spec: RunSpec, execution: ExecutionSpec, folder: Path, size: int, message: Path) -> None:
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        train(spec, folder, execution)
+    except ValueError as error:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        message.write_text(str(error))
+
+
+@pytest.mark.parametrize("size", [0, 1500, 40_000])
+def test_a_full_disk_is_one_sentence_and_loses_nothing(
+    size: int, settings: Settings, tmp_path: Path, spawn: Callable[..., Any]
+) -> None:
+    """Files may not grow past a limit: run.json, then metrics, then checkpoints cannot be written."""
+    spec, execution = settings()
+    message = tmp_path / "message"
+    process = spawn(limited, spec, execution, tmp_path / "run", size, message)
+    process.join()
+    assert process.exitcode == 0
+    said = message.read_text()
+    assert "file too large" in said.lower()
+    assert "\n" not in said
+    assert train(spec, tmp_path / "run", execution).status == "finished"
+    train(spec, tmp_path / "whole", execution)
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def test_a_read_only_folder_is_one_sentence(settings: Settings, spawn: Callable[..., Any], tmp_path: Path) -> None:
+    spec, execution = settings()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o555)
+        if os.getuid() != 0:
+            with pytest.raises(RunError, match="cannot be written: permission denied"):
+                train(spec, Path(folder) / "run", execution)
+            return
+        process = spawn(refused_for_nobody, spec, execution, Path(folder) / "run")
+        process.join()
+        assert process.exitcode == 42
+
+
+def refused_for_nobody(spec: RunSpec, execution: ExecutionSpec, folder: Path) -> None:
+    os.setuid(65534)
+    try:
+        train(spec, folder, execution)
+    except RunError as error:
+        os._exit(42 if "cannot be written: permission denied; choose another with --run" in str(error) else 1)

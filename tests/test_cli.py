@@ -74,7 +74,7 @@ def test_typos_come_with_a_suggestion(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_demo_agrees_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "demo")
+    code, out, _ = run(capsys, "demo", "--seconds", "0")
     assert code == 0
     assert out.count("│    yes") == 20
     assert "NO" not in out

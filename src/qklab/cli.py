@@ -16,8 +16,8 @@ try:
 except ImportError:
     sys.exit("qklab: the command line needs the package tyro; install it with: pip install tyro")
 
-from qklab import demo, describe
-from qklab.flags import RunChoices, SpecFlags, attention_spec, chosen
+from qklab import describe
+from qklab.flags import CorpusChoices, RunChoices, SpecFlags, attention_spec, chosen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,13 @@ class Describe(SpecFlags):
 
 @dataclasses.dataclass(frozen=True)
 class Demo:
-    pass
+    """Every mechanism and what it costs, then a small model trained on the text of Python's standard library.
+
+    Args:
+        seconds: how long to train; 0 leaves it out
+    """
+
+    seconds: float = 45.0
 
 
 def run_describe(flags: Any) -> int:
@@ -39,10 +45,12 @@ def run_describe(flags: Any) -> int:
 
 
 def run_demo(flags: Any) -> int:
-    """Build every mechanism, print what it costs, and check that decoding from its cache equals the full forward."""
+    """Build every mechanism, print what it costs, check its cache; then train a small model and let it write."""
     from rich.console import Console
 
-    return 0 if demo.run(Console(width=None if sys.stdout.isatty() else 140)) else 1
+    from qklab import demo
+
+    return 0 if demo.run(Console(width=None if sys.stdout.isatty() else 140), flags.seconds) else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +113,78 @@ def run_sample(flags: Any) -> int:
     return 0
 
 
+@dataclasses.dataclass(frozen=True)
+class DataPrepare(CorpusChoices):
+    """Read a source, split it into train, valid and test, tokenise it, and keep it as hashed shards.
+
+    Args:
+        where: a file or folder of .txt, .jsonl or .parquet (also .gz, .xz, .zst), "stdlib", "hf:NAME/CONFIG", or the
+            name of a corpus under --data
+        data: where corpora are looked for by name; by default $QKLAB_DATA
+        out: the folder to prepare it in; by default one in the cache
+        workers: processes that tokenise; by default one per processor
+    """
+
+    where: Positional[str] = "stdlib"
+    data: Path | None = None
+    out: Path | None = None
+    workers: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DataStats(CorpusChoices):
+    """Tokens, bytes per token, documents, and how heterogeneous a corpus is.
+
+    Args:
+        where: a prepared corpus, or a source as for `prepare`
+        data: where corpora are looked for by name; by default $QKLAB_DATA
+    """
+
+    where: Positional[str] = "stdlib"
+    data: Path | None = None
+    json: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class DataVerify:
+    """Check every file of a prepared corpus against its hash."""
+
+    folder: Positional[Path]
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    action: tyro.conf.OmitSubcommandPrefixes[
+        Annotated[DataPrepare, tyro.conf.subcommand("prepare")]
+        | Annotated[DataStats, tyro.conf.subcommand("stats")]
+        | Annotated[DataVerify, tyro.conf.subcommand("verify")]
+    ]
+
+
+def run_data(flags: Any) -> int:
+    """Prepare corpora and look at them."""
+    from qklab.data import report
+    from qklab.data.prepare import prepare
+    from qklab.data.spec import DataSpec
+
+    action = flags.action
+    if isinstance(action, DataVerify):
+        print(report.verified_text(action.folder))
+        return 0
+    values = chosen(action)
+    own = {name: values.pop(name, None) for name in ("where", "data", "out", "workers", "json")}
+    spec = DataSpec.from_dict(values | {"source": own["where"]})
+    if isinstance(action, DataPrepare):
+        corpus = prepare(spec, data=own["data"], out=own["out"], workers=own["workers"], progress=True)
+        print(report.prepared_text(corpus))
+        return 0
+    stats = report.stats_dict(report.found_corpus(own["where"], spec, data=own["data"], progress=True))
+    print(json.dumps(stats, indent=2, ensure_ascii=False) if own["json"] else report.stats_text(stats))
+    return 0
+
+
 COMMANDS = {
+    "data": (Data, run_data),
     "train": (Train, run_train),
     "sample": (Sample, run_sample),
     "describe": (Describe, run_describe),

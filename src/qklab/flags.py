@@ -131,3 +131,4 @@ def run_flags() -> type:
 
 
 RunChoices = run_flags()
+CorpusChoices = optional_flags(DataSpec, source=None)

@@ -1,0 +1,344 @@
+"""A thousand random damages: every one is noticed, the newest checkpoint without one is used, and the user is told."""
+
+import hashlib
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qklab.train import store
+from qklab.train.checkpoint import Checkpoints, Snapshot
+from qklab.train.store import CheckpointError
+
+STEPS: list[int] = [100, 200, 300]
+FILES = ("manifest.json", "model.safetensors", "optimiser.safetensors", "state.json")
+
+
+def tensors(step: int) -> dict[str, Tensor]:
+    numbers = torch.Generator().manual_seed(step)
+    model = {f"model.blocks.{i}.weight": torch.randn(6, 8, generator=numbers) for i in range(2)}
+    return model | {
+        "model.norm": torch.ones(300).bfloat16(),  # the same in all checkpoints
+        "optimiser.exp_avg.blocks.0.weight": torch.zeros(6, 8),
+        "optimiser.step": torch.tensor(step),
+    }
+
+
+def save_run(folder: Path, run: str) -> Path:
+    checkpoints = Checkpoints(folder, keep=3, run=run)
+    for step in STEPS:
+        checkpoints.save(Snapshot(step, tensors(step), {"seed": 7, "seen": {"tokens": step * 64}}))
+    checkpoints.wait()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    save_run(folder / "mine", "mine")
+    save_run(folder / "other", "other")
+    return folder
+
+
+def folder_of(run: Path, step: int) -> Path:
+    return run / f"step-{step:010d}"
+
+
+Bytes = Callable[[bytearray, random.Random], None]
+
+
+def flip_bit(content: bytearray, dice: random.Random) -> None:
+    content[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
+
+
+def truncate(content: bytearray, dice: random.Random) -> None:
+    del content[dice.randrange(len(content)) :]
+
+
+def lose_last_byte(content: bytearray, dice: random.Random) -> None:
+    del content[-1]
+
+
+def lose_a_piece(content: bytearray, dice: random.Random) -> None:
+    start = dice.randrange(len(content))
+    del content[start : start + dice.randint(1, 64)]
+
+
+def empty(content: bytearray, dice: random.Random) -> None:
+    content.clear()
+
+
+def extend(content: bytearray, dice: random.Random) -> None:
+    content += dice.choice([b"\0", b"\n", b" ", dice.randbytes(dice.randint(1, 512))])
+
+
+def zero_a_page(content: bytearray, dice: random.Random) -> None:
+    start = dice.randrange(0, len(content), 512)
+    content[start : start + 512] = bytes(len(content[start : start + 512]))
+
+
+def swap_two_pieces(content: bytearray, dice: random.Random) -> None:
+    first, second = sorted(dice.sample(range(0, len(content) - 4, 4), 2))
+    content[first : first + 4], content[second : second + 4] = (
+        content[second : second + 4],
+        content[first : first + 4],
+    )
+
+
+def overwrite_all(content: bytearray, dice: random.Random) -> None:
+    content[:] = dice.randbytes(len(content))
+
+
+def repeat_a_line(content: bytearray, dice: random.Random) -> None:
+    lines = content.splitlines(keepends=True)
+    line = dice.randrange(len(lines))
+    content[:] = b"".join([*lines[: line + 1], *lines[line:]])
+
+
+def add_a_space(content: bytearray, dice: random.Random) -> None:
+    place = dice.choice([place for place, byte in enumerate(content) if byte in b' \n":,'] or [0])
+    content[place:place] = dice.choice([b" ", b"\n", b"\t"])
+
+
+CONTENTS: list[Bytes] = [
+    flip_bit,
+    flip_bit,
+    flip_bit,
+    truncate,
+    lose_last_byte,
+    lose_a_piece,
+    empty,
+    extend,
+    zero_a_page,
+    swap_two_pieces,
+    overwrite_all,
+    repeat_a_line,
+    add_a_space,
+]
+Damage = Callable[[Path, Path, random.Random], set[int]]  # (run, other run, dice) → the damaged steps
+
+
+def change_contents(run: Path, other: Path, dice: random.Random) -> set[int]:
+    damaged = set(STEPS[dice.choice([1, 2, 2, 2]) :])
+    for step in damaged:
+        path = folder_of(run, step) / dice.choice(FILES)
+        before = path.read_bytes()
+        content = bytearray(before)
+        while content == before:  # zeroing zeros is no damage
+            dice.choice(CONTENTS)(content, dice)
+        path.write_bytes(content)
+    return damaged
+
+
+def remove_file(run: Path, other: Path, dice: random.Random) -> set[int]:
+    (folder_of(run, 300) / dice.choice(FILES)).unlink()
+    return {300}
+
+
+def remove_all_files(run: Path, other: Path, dice: random.Random) -> set[int]:
+    for file in FILES:
+        (folder_of(run, 300) / file).unlink()
+    return {300}
+
+
+def rename_file(run: Path, other: Path, dice: random.Random) -> set[int]:
+    path = folder_of(run, 300) / dice.choice(FILES)
+    path.rename(path.with_name(dice.choice(["lost.safetensors", f"{path.name}.bak", path.name.upper()])))
+    return {300}
+
+
+def file_becomes_folder(run: Path, other: Path, dice: random.Random) -> set[int]:
+    path = folder_of(run, 300) / dice.choice(FILES)
+    path.unlink()
+    path.mkdir()
+    return {300}
+
+
+def file_becomes_dead_link(run: Path, other: Path, dice: random.Random) -> set[int]:
+    path = folder_of(run, 300) / dice.choice(FILES)
+    path.unlink()
+    path.symlink_to("nowhere")
+    return {300}
+
+
+def add_stray_tensors(run: Path, other: Path, dice: random.Random) -> set[int]:
+    shutil.copy(folder_of(other, 300) / "model.safetensors", folder_of(run, 300) / "shard-00002.safetensors")
+    return {300}
+
+
+def swap(first: Path, second: Path) -> None:
+    aside = first.with_name("aside")
+    first.rename(aside)
+    second.rename(first)
+    aside.rename(second)
+
+
+def swap_within(run: Path, other: Path, dice: random.Random) -> set[int]:
+    first, second = dice.sample(FILES, 2)
+    swap(folder_of(run, 300) / first, folder_of(run, 300) / second)
+    return {300}
+
+
+def swap_between_checkpoints(run: Path, other: Path, dice: random.Random) -> set[int]:
+    for file in dice.sample(FILES, dice.randint(1, 3)):
+        swap(folder_of(run, 300) / file, folder_of(run, 200) / file)
+    return {200, 300}
+
+
+def swap_whole_checkpoints(run: Path, other: Path, dice: random.Random) -> set[int]:
+    swap(folder_of(run, 300), folder_of(run, 200))
+    return {200, 300}
+
+
+def take_file_of_other_run(run: Path, other: Path, dice: random.Random) -> set[int]:
+    for file in dice.sample(["manifest.json", *FILES], dice.randint(1, 2)):
+        step = 300 if file == "manifest.json" else dice.choice(STEPS[:2])
+        shutil.copy(folder_of(other, step) / file, folder_of(run, 300) / file)
+    return {300}
+
+
+def take_whole_of_other_run(run: Path, other: Path, dice: random.Random) -> set[int]:
+    shutil.rmtree(folder_of(run, 300))
+    shutil.copytree(folder_of(other, 300), folder_of(run, 300))
+    return {300}
+
+
+def older_copied_over(run: Path, other: Path, dice: random.Random) -> set[int]:
+    shutil.rmtree(folder_of(run, 300))
+    shutil.copytree(folder_of(run, dice.choice(STEPS[:2])), folder_of(run, 300))
+    return {300}
+
+
+def rename_folder(run: Path, other: Path, dice: random.Random) -> set[int]:
+    step = dice.choice([0, 50, 150, 250, 301, 10**10])
+    folder_of(run, 300).rename(folder_of(run, step))
+    return {step}
+
+
+def folder_becomes_file(run: Path, other: Path, dice: random.Random) -> set[int]:
+    shutil.rmtree(folder_of(run, 300))
+    folder_of(run, 300).write_bytes(b"")
+    return {300}
+
+
+DAMAGES: list[Damage] = [
+    *[change_contents] * 12,
+    remove_file,
+    remove_all_files,
+    rename_file,
+    file_becomes_folder,
+    file_becomes_dead_link,
+    add_stray_tensors,
+    swap_within,
+    swap_between_checkpoints,
+    swap_whole_checkpoints,
+    take_file_of_other_run,
+    take_whole_of_other_run,
+    older_copied_over,
+    rename_folder,
+    folder_becomes_file,
+]
+
+
+@pytest.mark.parametrize("batch", range(4))
+def test_every_damage_is_noticed_and_told(runs: Path, tmp_path: Path, batch: int) -> None:
+    wanted = {step: tensors(step) for step in STEPS}
+    for seed in range(250 * batch, 250 * (batch + 1)):
+        dice = random.Random(seed)
+        run = tmp_path / str(seed)
+        shutil.copytree(runs / "mine", run)
+        damage = DAMAGES[seed % len(DAMAGES)]
+        damaged = damage(run, runs / "other", dice)
+        context = f"{damage.__name__}, seed {seed}"
+
+        intact = [step for step in STEPS if step not in damaged and folder_of(run, step).exists()]
+        said: list[str] = []
+        found = Checkpoints(run, run="mine", say=said.append).newest()
+        assert found is not None, context
+        assert found.step == intact[-1], context
+        came = found.tensors()
+        assert came.keys() == wanted[found.step].keys(), context
+        assert all(torch.equal(came[name], tensor) for name, tensor in wanted[found.step].items()), context
+
+        assert len(said) == len(damaged), (context, said)
+        for step, sentence in zip(sorted(damaged, reverse=True), said, strict=True):
+            assert sentence.startswith(f"checkpoint {folder_of(run, step)} cannot be trusted: "), context
+            before = f"the one before it, {found.path.name}, is used."
+            assert sentence.endswith(before if step > found.step else "it is not needed."), context
+        shutil.rmtree(run)
+
+
+def resigned(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change a manifest and give it the right hash again, as no accident would."""
+    body = json.loads((folder / "manifest.json").read_bytes())
+    del body["sha256"]
+    change(body)
+    (folder / "manifest.json").write_bytes(store.spelt(body))
+
+
+def as_file(folder: Path, name: str) -> dict[str, Any]:
+    content = (folder / name).read_bytes()
+    return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda body: body.update(format=2), "it is of format 2 and this version reads format 1"),
+        (lambda body: body.update(step=301), "its manifest is that of step 301"),
+        (lambda body: body.update(run="other"), "it belongs to run 'other' and this is run 'mine'"),
+        (lambda body: body["files"].pop("model.safetensors"), "model.safetensors is not in its manifest"),
+        (lambda body: body["files"].update({"../x": {"size": 0, "sha256": ""}}), "../x is missing"),
+        (
+            lambda body: body["files"]["model.safetensors"]["tensors"].update({"model.norm": "BF16 [299]"}),
+            "model.safetensors does not hold the tensors its manifest lists",
+        ),
+        (
+            lambda body: body["files"]["model.safetensors"]["tensors"].update({"model.more": "F32 []"}),
+            "model.safetensors does not hold the tensors its manifest lists",
+        ),
+        (lambda body: body["tensors"].update({"model.norm": "BF16 [301]"}), "model.norm is only there in part"),
+        (lambda body: body["tensors"].update({"model.more": "F32 [2]"}), "model.more is only there in part"),
+    ],
+)
+def test_a_manifest_is_held_against_the_files_themselves(
+    runs: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None], reason: str
+) -> None:
+    folder = tmp_path / "step-0000000300"
+    shutil.copytree(runs / "mine" / folder.name, folder)
+    resigned(folder, change)
+    with pytest.raises(CheckpointError) as caught:
+        store.verify(folder, "mine")
+    assert str(caught.value) == reason
+
+
+def test_a_state_of_another_step_is_noticed_even_with_the_right_hash(runs: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "step-0000000300"
+    shutil.copytree(runs / "mine" / folder.name, folder)
+    shutil.copy(runs / "mine" / "step-0000000200" / "state.json", folder)
+    resigned(folder, lambda body: body["files"].update({"state.json": as_file(folder, "state.json")}))
+    with pytest.raises(CheckpointError, match="its state is that of step 200"):
+        store.verify(folder, "mine")
+
+
+def test_a_file_that_is_no_safetensors_is_noticed_even_with_the_right_hash(runs: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "step-0000000300"
+    shutil.copytree(runs / "mine" / folder.name, folder)
+    (folder / "model.safetensors").write_bytes(b"\xff" * 64)
+    entry = as_file(folder, "model.safetensors")
+    resigned(folder, lambda body: body["files"]["model.safetensors"].update(entry))
+    with pytest.raises(CheckpointError, match=r"model.safetensors does not hold the tensors its manifest lists"):
+        store.verify(folder, "mine")
+
+
+def test_files_that_hold_no_tensors_do_no_harm(runs: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "step-0000000300"
+    shutil.copytree(runs / "mine" / folder.name, folder)
+    (folder / ".DS_Store").write_bytes(b"x")
+    assert store.verify(folder, "mine").step == 300

@@ -1,0 +1,295 @@
+"""Processes killed while they save, and disks that refuse: what was whole before is whole afterwards."""
+
+import errno
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qklab.train import shelf, tensorfile
+from qklab.train.checkpoint import CheckpointError, Checkpoints, Snapshot
+
+SCRIPT = [(1, False), (2, True), (3, False), (4, False), (4, True), (5, False)]  # steps and whether they are the best
+
+
+def tensors(step: int, change: int = 0) -> dict[str, Tensor]:
+    numbers = torch.Generator().manual_seed(1000 * change + step)
+    return {"model.w": torch.randn(40, generator=numbers), "optimiser.step": torch.tensor(step)}
+
+
+def same(came: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
+    return came.keys() == wanted.keys() and all(torch.equal(came[name], wanted[name]) for name in wanted)
+
+
+def die_at(point: int, passed: list[int]) -> None:
+    """Kill this process before the `point`-th thing it does to the disk."""
+
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*given: Any, **named: Any) -> Any:
+            pass_point()
+            return call(*given, **named)
+
+        return counting
+
+    def pass_point() -> None:
+        if passed[0] == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+        passed[0] += 1
+
+    class Written:
+        def __init__(self, *given: Any, **named: Any):
+            self.file = open(*given, **named)  # noqa: SIM115
+            self.fileno, self.write = self.file.fileno, counted(self.file.write)
+
+        def __enter__(self) -> "Written":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.file.close()
+
+    setattr(os, "fsync", counted(lambda handle: None))  # noqa: B010 (a kill loses nothing unflushed, and this is faster)
+    for name in ("rename", "replace", "mkdir", "unlink", "rmdir"):
+        setattr(os, name, counted(getattr(os, name)))
+    setattr(shelf, "remove", counted(shelf.remove))  # noqa: B010
+    setattr(tensorfile, "write", in_place(tensorfile.write, Written))  # noqa: B010
+    tensorfile.PIECE = 500
+
+
+def in_place(write: Callable[..., Any], opened: Any) -> Callable[..., Any]:
+    """`write` with another `open`."""
+    write.__globals__["open"] = opened
+    return write
+
+
+def save_all(folder: str, point: int, report: Connection) -> None:
+    passed = [0]
+    die_at(point, passed)
+    checkpoints = Checkpoints(Path(folder), keep=2, run="mine", background=False)
+    for number, (step, best) in enumerate(SCRIPT):
+        checkpoints.save(Snapshot(step, tensors(step, number), {"number": number}), best=best)
+        report.send(number)
+    report.send(("points", passed[0]))
+
+
+def save_for_ever(folder: str, report: Connection) -> None:
+    checkpoints = Checkpoints(Path(folder), keep=2, run="mine")
+    for step in range(10_000):
+        checkpoints.save(Snapshot(step, tensors(step), {"number": step}), best=step % 3 == 0)
+        report.send(step)
+
+
+@pytest.fixture(scope="module")
+def starter() -> Any:
+    """Starts processes that have torch imported already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pytest", "qklab.train.checkpoint"])
+    return context
+
+
+def started(starter: Any, work: Callable[..., None], *given: Any) -> tuple[Any, Connection]:
+    ours, theirs = starter.Pipe(duplex=False)
+    process = starter.Process(target=work, args=(*given, theirs))
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def messages(report: Connection) -> Iterator[Any]:
+    while True:
+        try:
+            yield report.recv()
+        except EOFError:
+            return
+
+
+def check_all_is_well(folder: Path, last: int) -> None:
+    """After a death during or after save number `last` + 1."""
+    said: list[str] = []
+    checkpoints = Checkpoints(folder, keep=2, run="mine", say=said.append)
+    found = checkpoints.newest()
+    if found is None:
+        assert last == -1
+        return
+    assert said == []
+    number = found.state["number"]
+    assert number in (last, last + 1)
+    assert found.step == SCRIPT[number][0]
+    assert same(found.tensors(), tensors(found.step, number))
+    best = checkpoints.best()
+    bests = [n for n, (_, is_best) in enumerate(SCRIPT[: number + 1]) if is_best]
+    assert (best.state["number"] if best else None) == (bests[-1] if bests else None)
+    checkpoints.save(Snapshot(6, tensors(6), {}))
+    checkpoints.wait()
+    again = checkpoints.newest()
+    assert again is not None
+    assert again.step == 6
+    assert said == []
+    assert [path.name for path in folder.iterdir() if path.name.startswith(".tmp")] == []
+
+
+def test_killed_at_every_point_of_every_save(tmp_path: Path, starter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+    process, report = started(starter, save_all, str(tmp_path / "whole"), -1)
+    *numbers, (_, points) = messages(report)
+    process.join()
+    assert numbers == list(range(len(SCRIPT)))
+    assert points > 100
+    check_all_is_well(tmp_path / "whole", numbers[-1])
+    for point in range(points):
+        folder = tmp_path / str(point)
+        process, report = started(starter, save_all, str(folder), point)
+        done = list(messages(report))
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        check_all_is_well(folder, done[-1] if done else -1)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_killed_at_any_time(tmp_path: Path, starter: Any) -> None:
+    dice = random.Random(0)
+    seen = -1
+    for _ in range(8):
+        process, report = started(starter, save_for_ever, str(tmp_path))
+        assert report.recv() == 0
+        time.sleep(dice.uniform(0, 0.2))
+        process.kill()
+        started_saves = [0, *messages(report)]
+        process.join()
+        said: list[str] = []
+        found = Checkpoints(tmp_path, run="mine", say=said.append).newest()
+        assert said == []
+        if found is None:
+            assert started_saves[-1] == 0
+            continue
+        seen = max(seen, found.step)
+        assert found.step >= started_saves[-1] - 1  # the last one reported may still have been on its way
+        assert same(found.tensors(), tensors(found.step))
+        shutil.rmtree(tmp_path)
+    assert seen > 2
+
+
+def test_a_file_size_limit_is_one_sentence_and_costs_nothing(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(Snapshot(1, tensors(1), {}))
+    checkpoints.wait()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        checkpoints.save(Snapshot(2, {"model.w": torch.zeros(50_000)}, {}))
+        with pytest.raises(CheckpointError) as caught:
+            checkpoints.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(caught.value) == (
+        f"the checkpoint of step 2 could not be written to {tmp_path}: File too large; "
+        "raise the limit on the size of files and resume, the checkpoints before it are untouched."
+    )
+    checkpoints.wait()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-0000000001"]
+    checkpoints.save(Snapshot(3, tensors(3), {}))
+    found = checkpoints.newest()
+    assert found is not None
+    assert same(found.tensors(), tensors(3))
+
+
+FULL = """
+import os, subprocess, sys, torch
+from pathlib import Path
+from qklab.train.checkpoint import CheckpointError, Checkpoints, Snapshot
+folder = Path(sys.argv[1])
+if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", folder], capture_output=True).returncode:
+    sys.exit(77)
+checkpoints = Checkpoints(folder, keep=9)
+for step in range(9):
+    try:
+        checkpoints.save(Snapshot(step, {"model.w": torch.full((50_000,), float(step))}, {}), best=True)
+        checkpoints.wait()
+    except CheckpointError as error:
+        print(error)
+        break
+print(sorted(os.listdir(folder)))
+found = Checkpoints(folder).newest()
+print(found.step, found.tensors()["model.w"].unique().tolist())
+if not subprocess.run(["mount", "-o", "remount,ro", folder]).returncode:
+    try:
+        Checkpoints(folder, background=False).save(Snapshot(7, {}, {}))
+    except CheckpointError as error:
+        print(error)
+"""
+
+
+def test_a_full_and_a_read_only_disk_are_one_sentence_and_cost_nothing(tmp_path: Path) -> None:
+    unshare = shutil.which("unshare")
+    if unshare is None:
+        pytest.skip("no unshare")
+    command = [unshare, "-rm", sys.executable, "-W", "error", "-c", FULL, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    if done.returncode == 77 or "unshare" in done.stderr:
+        pytest.skip("no right to mount")
+    assert done.returncode == 0, done.stderr
+    written = f"the checkpoint of step 2 could not be written to {tmp_path}: No space left on device; free some space"
+    untouched = "and resume, the checkpoints before it are untouched."
+    lines = done.stdout.splitlines()
+    assert lines[:3] == [
+        f"{written} {untouched}",
+        "['best.json', 'step-0000000000', 'step-0000000001']",
+        "1 [1.0]",
+    ]
+    read_only = f"the checkpoint of step 7 could not be written to {tmp_path}: Read-only file system; "
+    assert lines[3:] == [f"{read_only}make the folder writable {untouched}"]
+
+
+REFUSALS = [
+    (os, "mkdir", errno.EACCES, "make the folder writable"),
+    (os, "fsync", errno.EIO, "look after the disk"),
+    (os, "rename", errno.EROFS, "make the folder writable"),
+    (tensorfile, "flush_names", errno.EDQUOT, "free some space"),
+]
+
+
+@pytest.mark.parametrize(("module", "name", "number", "advice"), REFUSALS)
+def test_every_refusal_of_the_disk_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, number: int, advice: str
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(Snapshot(1, tensors(1), {}))
+    checkpoints.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, refuse)
+        checkpoints.save(Snapshot(2, tensors(2), {}))
+        message = f"of step 2 could not be written to .*: {os.strerror(number)}; {advice} and resume"
+        with pytest.raises(CheckpointError, match=message):
+            checkpoints.save(Snapshot(3, tensors(3), {}))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-0000000001"]
+    found = checkpoints.newest()
+    assert found is not None
+    assert same(found.tensors(), tensors(1))
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    said: list[str] = []
+    checkpoints = Checkpoints(tmp_path, keep=1, say=said.append)
+    monkeypatch.setattr(shelf, "remove", refuse)
+    for step in (1, 2):
+        checkpoints.save(Snapshot(step, tensors(step), {}))
+    checkpoints.wait()
+    assert said == [f"the old checkpoint {tmp_path / 'step-0000000001'} could not be deleted: Device or resource busy."]

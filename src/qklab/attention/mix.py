@@ -53,6 +53,10 @@ class Softmax(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, places: Places, bias: Tensor | None) -> Tensor:
         return attend(q, k, v, self.scale, places, bias)
 
+    def keys_and_values(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """What stage 4 read from the cache → keys and values as the heads use them, [B, S, G, ·] each."""
+        return k, v
+
     def finish(self, o: Tensor) -> Tensor:
         return o
 
@@ -174,11 +178,15 @@ class LatentSoftmax(Softmax):
         absorbed = queries * keys * (2 * c + r) + queries * 2 * D * c
         return queries < keys and absorbed < expanded
 
+    def keys_and_values(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The latent stands for both: [B, S, 1, d_c + d_rope] → keys [B, S, H, D + d_rope], values [B, S, H, D]."""
+        c, rope = k[..., 0, : self.kv_rank], k[..., self.kv_rank :]
+        key = self.up_key(c).unflatten(-1, (self.heads, -1))
+        key = torch.cat([key, rope.expand(-1, -1, self.heads, -1)], -1)
+        return key, self.up_value(c).unflatten(-1, (self.heads, -1))
+
     def expanded(self, q: Tensor, latent: Tensor, places: Places) -> Tensor:
-        c, rope = latent[..., 0, : self.kv_rank], latent[..., self.kv_rank :]
-        k = self.up_key(c).unflatten(-1, (self.heads, -1))
-        k = torch.cat([k, rope.expand(-1, -1, self.heads, -1)], -1)
-        return attend(q, k, self.up_value(c).unflatten(-1, (self.heads, -1)), self.scale, places)
+        return attend(q, *self.keys_and_values(latent, latent), self.scale, places)
 
     def absorbed(self, q: Tensor, latent: Tensor, places: Places) -> Tensor:
         up_key = self.up_key.weight.unflatten(0, (self.heads, -1))  # [H, D, d_c]

@@ -75,12 +75,12 @@ def real(
     def check(value: Any) -> Any:
         if value is None and default is None:
             return None
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or not (above < value <= at_most and value >= at_least):
+        number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+        if not math.isfinite(number) or not (above < number <= at_most and number >= at_least):
             bounds = [f"above {above:g}"] * (above > -math.inf) + [f"at least {at_least:g}"] * (at_least > -math.inf)
             bounds += [f"at most {at_most:g}"] * (at_most < math.inf)
             raise ValueError(" ".join(["must be a finite number", " and ".join(bounds)]).strip())
-        return float(value)
+        return float(number)
 
     return checked(check, default)
 

@@ -1,5 +1,7 @@
 """The order of the text is a pure function, sees everything once an epoch, and knows nothing of ranks."""
 
+from typing import Any, cast
+
 import numpy as np
 import pytest
 import torch
@@ -29,7 +31,7 @@ class Text:
         return int(np.searchsorted(self.starts, token - 1, side="right")) - 1
 
 
-def text(seed: int = 0, documents: int = 40) -> Text:
+def text(seed: int = 0, documents: int = 40) -> Any:
     return Text(np.random.default_rng(seed).integers(1, 60, documents).tolist())
 
 
@@ -100,14 +102,14 @@ def test_a_permutation_is_one_and_never_changes_with_versions() -> None:
 
 def test_too_little_text_and_ranks_that_do_not_divide_the_batch() -> None:
     with pytest.raises(ValueError, match="too few for one window of 64"):
-        Order(Text([10, 20]), 0, 4, 64)
+        Order(cast(Any, Text([10, 20])), 0, 4, 64)
     with pytest.raises(ValueError, match="batch of 4 windows cannot be shared equally by 3 ranks"):
         Order(text(), 0, 4, 16).rows(0, 0, 3)
 
 
 def test_one_window_is_enough() -> None:
     for packing in ("packed", "contiguous"):
-        order = Order(Text([17]), 0, 2, 16, packing)
+        order = Order(cast(Any, Text([17])), 0, 2, 16, packing)
         assert order.per_epoch == 1
         assert order.rows(3).ids.tolist() == [Text([17]).stream.tolist()] * 2
 
@@ -128,7 +130,7 @@ def test_batches_come_in_order_from_any_step_and_errors_reach_the_caller() -> No
         def read(self, start: int, stop: int) -> np.ndarray:
             raise OSError("gone")
 
-    broken = Batches(Order(Broken([100] * 5), 0, 4, 16), 0, 0, 1, torch.device("cpu"))
+    broken = Batches(Order(cast(Any, Broken([100] * 5)), 0, 4, 16), 0, 0, 1, torch.device("cpu"))
     with pytest.raises(OSError, match="gone"):
         next(broken)
     broken.close()

@@ -155,7 +155,7 @@ def test_wandb_is_given_the_runs_name_and_values(tmp_path: Path, monkeypatch: py
         log = staticmethod(lambda values, step: calls.append(("log", values, step)))
         finish = staticmethod(lambda: calls.append(("finish",)))
 
-    monkeypatch.setitem(sys.modules, "wandb", Module())  # pyright: ignore[reportArgumentType]
+    monkeypatch.setitem(sys.modules, "wandb", Module())
     sinks = Sinks(["wandb"], tmp_path, "my-run", {"seed": 1}, print)
     sinks.log({"loss": 1.0}, 3)
     sinks.close()

@@ -162,7 +162,7 @@ def stopping(spec: RunSpec, execution: ExecutionSpec, folder: Path) -> None:
         time.sleep(0.1)
         return plain(self, *arguments)
 
-    Trainer.step = slow
+    Trainer.step = slow  # pyright: ignore[reportAttributeAccessIssue]
     os._exit(launch.EXIT_CODES[train(spec, folder, execution).status])
 
 

@@ -187,7 +187,7 @@ def to_the_end(spec: RunSpec, execution: ExecutionSpec, folder: Path) -> None:
 
 
 def until_seven(spec: RunSpec, execution: ExecutionSpec, folder: Path) -> None:
-    Trainer.stopping = lambda self, stop: self.state.step == 7  # pyright: ignore[reportAttributeAccessIssue]
+    Trainer.stopping = lambda self, stop: self.state.step == 7
     train(spec, folder, execution)
 
 
@@ -203,7 +203,7 @@ def test_a_trained_model_comes_back_and_generates(settings: Settings, tmp_path: 
     spec, execution = settings()
     train(spec, tmp_path / "run", execution)
     for which in ("newest", "best"):
-        decoder, tokenizer = load(tmp_path / "run", which)  # pyright: ignore[reportArgumentType]
+        decoder, tokenizer = load(tmp_path / "run", which)
         text = sample(decoder, tokenizer, "Lic", 12, temperature=1.0, seed=0)
         assert text.startswith("Lic")
         assert text == sample(decoder, tokenizer, "Lic", 12, temperature=1.0, seed=0)

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qklab.data.order import Order, Stream, Windows
+from qklab.data.order import Order, Windows
+from qklab.data.shards import Split
 
 IGNORED = -100
 
@@ -88,7 +89,7 @@ class EvaluationWindows:
     """A split as windows of `context` tokens in stored order, every token a target exactly once, the last document's
     end included. The same for every model that has this context and reads this corpus."""
 
-    def __init__(self, split: Stream, context: int, eot: int, packed: bool):
+    def __init__(self, split: Split, context: int, eot: int, packed: bool):
         self.split, self.context, self.eot, self.packed = split, context, eot, packed
 
     def __len__(self) -> int:

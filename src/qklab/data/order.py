@@ -9,22 +9,14 @@ interruption changes what a step sees.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import numpy as np
 
+from qklab.data.shards import Split
+
 Packing = Literal["packed", "contiguous"]
 PACKINGS: tuple[Packing, ...] = ("packed", "contiguous")
-
-
-class Stream(Protocol):
-    """A split of a corpus: documents end to end, each beginning with the end-of-text token."""
-
-    tokens: int
-    documents: int
-    starts: np.ndarray  # [documents + 1]
-
-    def read(self, start: int, stop: int) -> np.ndarray: ...
 
 
 class Windows(NamedTuple):
@@ -63,7 +55,7 @@ class Order:
     windows of the split as it is stored, from a new offset every epoch; attention crosses documents.
     """
 
-    split: Stream
+    split: Split
     seed: int
     batch: int
     context: int
@@ -134,7 +126,7 @@ class Order:
 
 
 @lru_cache(maxsize=4)
-def shuffled_documents(split: Stream, seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+def shuffled_documents(split: Split, seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
     order = permutation(split.documents, seed, epoch, 0)
     lengths = np.diff(split.starts)[order]
     return order, np.concatenate([[0], np.cumsum(lengths)])

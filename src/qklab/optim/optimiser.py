@@ -36,8 +36,8 @@ class Optimiser:
 
     def __init__(self, spec: OptimiserSpec, model: nn.Module):
         self.spec = spec
-        self.names = {parameter: name for name, parameter in model.named_parameters()}
-        kinds = {parameter: role(name, parameter) for parameter, name in self.names.items()}
+        self.names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+        kinds = {parameter: role(name, parameter) for name, parameter in model.named_parameters()}
         orthogonal = [p for p, kind in kinds.items() if kind == "matrix" and spec.kind == "muon"]
         rest = [p for p in kinds if not any(p is o for o in orthogonal)]
         groups = [

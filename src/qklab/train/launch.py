@@ -135,6 +135,8 @@ def run_in(
     corpus = opened(spec, machine, data, display.say)
     if old is not None:
         refuse_other_data(directory, old["data"], corpus)
+        if execution.threads is None and machine.world == 1 and machine.device.type == "cpu":
+            torch.set_num_threads(old["environment"]["device"]["threads"])  # sums rounded as they were before
     record = old or machine.agree(lambda: new_record(spec, corpus, machine))
     if old is None and machine.main:
         corpus.tokenizer.save(directory.path / "tokenizer.json")

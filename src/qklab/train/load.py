@@ -25,7 +25,7 @@ def load(
     if found is None:
         raise RunError(f"{directory.path} has no {which} checkpoint yet.")
     decoder = Decoder(RunSpec.from_dict(record["spec"]).model, seed=0)
-    saved = found.tensors()
+    saved = found.tensors("model.")
     with torch.no_grad():
         for name, tensor in named_weights(decoder):
             tensor.copy_(saved[f"model.{name}"])

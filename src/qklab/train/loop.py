@@ -67,7 +67,7 @@ class Trainer:
         self.directory, self.display = directory, display
         self.bf16 = spec.precision == "bf16"
         self.state = State()
-        self.spent = dict.fromkeys(("evaluation", "probes", "checkpoints", "first step"), 0.0)
+        self.spent: dict[str, float] = dict.fromkeys(("evaluation", "probes", "checkpoints", "first step"), 0.0)
         with torch.device("cpu"):
             decoder = Decoder(spec.model, seed=spec.seed)
         self.objective = Objective(decoder.to(machine.device), spec.z_loss)
@@ -246,7 +246,7 @@ class Trainer:
             self.record({"kind": "evaluation", "split": "valid"} | result.to_dict())
             if self.sinks is not None:
                 self.sinks.log({"validation_loss": result.loss, "bits_per_byte": result.bits_per_byte}, self.state.step)
-        if self.due(self.spec.evaluation.probes, before):
+        if self.due(self.spec.probes, before):
             with self.timed("probes"):
                 self.take_probe()
         return improved
@@ -308,7 +308,7 @@ class Trainer:
     def restore(self, found: Found) -> None:
         """Continue from a checkpoint. Random numbers need no state: each step's follow from (seed, step, rank)."""
         self.optimiser.materialise()
-        probe = {name: tensor for name, tensor in found.tensors().items() if name.startswith("probe.")}
+        probe = found.tensors("probe.")
         found.load_into(self.tensors() | probe)
         self.probe.restore({name.removeprefix("probe."): tensor for name, tensor in probe.items()})
         fields = State.__dataclass_fields__

@@ -33,7 +33,8 @@ def distribute(objective: Objective, execution: ExecutionSpec, machine: Machine,
             if compiles(execution, machine):
                 block.compile(dynamic=False)
             fully_shard(block, mesh=mesh, mp_policy=policy)
-        return fully_shard(objective, mesh=mesh, mp_policy=policy)
+        fully_shard(objective, mesh=mesh, mp_policy=policy)
+        return objective
     step: nn.Module = objective
     if compiles(execution, machine):
         step = torch.compile(objective, dynamic=False)  # pyright: ignore[reportAssignmentType]

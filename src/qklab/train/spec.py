@@ -55,11 +55,12 @@ class BudgetSpec(Spec):
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSpec(Spec):
     """Validation `times` times over the run on about `tokens` tokens, the same for every model, and at the end on the
-    whole of validation and test. Probes `probes` times, on `probe_rows` validation windows cut to `probe_tokens`."""
+    whole of validation and test. Probes `probes` times, by default once every 80 steps but at most 10 times, which
+    keeps their cost under 2 %; on `probe_rows` validation windows cut to `probe_tokens`."""
 
     times: int = whole(10, at_least=0)
     tokens: int = whole(32_768)
-    probes: int = whole(10, at_least=0)
+    probes: int | None = whole(None, at_least=0)
     probe_rows: int = whole(2)
     probe_tokens: int = whole(256)
 
@@ -133,6 +134,13 @@ class RunSpec(Spec):
         if self.budget.flops is not None:
             return max(1, -(-int(self.budget.flops) // self.flops_per_step))
         return max(1, -(-self.budget.tokens // self.tokens_per_step))
+
+    @property
+    def probes(self) -> int:
+        """How often attention is probed."""
+        if self.evaluation.probes is not None:
+            return self.evaluation.probes
+        return 10 if self.steps is None else min(10, max(1, self.steps // 80))
 
     @property
     def fingerprint(self) -> str:

@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 
 .PHONY: demo test lint bench docs clean help
 help:
-	@echo "make demo   build every mechanism, show what it costs, and decode from its cache"
+	@echo "make demo   every mechanism and what it costs, then a small model trained for a minute"
 	@echo "make test   run the tests"
 	@echo "make lint   ruff, pyright, import-linter"
 	@echo "make bench  measure the layer's mechanisms against the standard one on this machine"
@@ -33,7 +33,7 @@ $(VENV)/.dev: $(VENV)/.qklab pyproject.toml
 	@touch $@
 
 demo: $(VENV)/.qklab
-	@echo "== qklab demo: every mechanism, its cost, and cached decoding against the full forward"
+	@echo "== qklab demo: every mechanism, its cost and its cache; then nano trained on Python's standard library"
 	@$(BIN)/qklab demo
 
 test: $(VENV)/.dev

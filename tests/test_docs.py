@@ -73,7 +73,8 @@ def test_the_check_names_what_is_stale_and_changes_nothing(
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS)
-def test_snippets_run(snippet: str):
+def test_snippets_run(snippet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     exec(compile(snippet, "snippet", "exec"), {})
 
 

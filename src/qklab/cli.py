@@ -106,7 +106,7 @@ class Sample:
 
 def run_sample(flags: Any) -> int:
     """Continue a text with a trained model."""
-    from qklab.train.load import load, sample
+    from qklab.train.trained import load, sample
 
     decoder, tokenizer = load(flags.run, "best" if flags.best else "newest")
     print(sample(decoder, tokenizer, flags.prompt, flags.tokens, temperature=flags.temperature, seed=flags.seed))

@@ -134,3 +134,20 @@ def test_schedules_at_the_edges() -> None:
     assert ScheduleSpec(kind="wsd", decay=0.0).factor(1.0) == 1.0
     with pytest.raises(SpecError, match="more than the whole run"):
         ScheduleSpec(kind="wsd", warmup=0.5, decay=0.6)
+
+
+def test_a_step_skipped_on_the_device_changes_nothing() -> None:
+    decoder = model()
+    optimiser = Optimiser(OptimiserSpec(), decoder)
+    trained(optimiser, decoder, 2)
+    weights = [p.detach().clone() for p in decoder.parameters()]
+    state = {name: tensor.clone() for name, tensor in optimiser.tensors().items()}
+    for p in decoder.parameters():
+        p.grad = torch.full_like(p, torch.nan)
+    optimiser.step(1e-2, skip=torch.ones(()))
+    assert all(torch.equal(p, q) for p, q in zip(decoder.parameters(), weights, strict=True))
+    assert all(torch.equal(tensor, state[name]) for name, tensor in optimiser.tensors().items())
+    for p in decoder.parameters():
+        p.grad = torch.ones_like(p)
+    optimiser.step(1e-2, skip=torch.zeros(()))
+    assert not any(torch.equal(p, q) for p, q in zip(decoder.parameters(), weights, strict=True))

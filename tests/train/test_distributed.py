@@ -11,7 +11,7 @@ from tiny import Settings, tiny
 
 from qklab.runs import RunDirectory
 from qklab.train.launch import train
-from qklab.train.load import load
+from qklab.train.trained import load
 from qklab.train.spec import ExecutionSpec, RunSpec
 
 

@@ -17,7 +17,7 @@ from qklab.data import DataSpec, prepare
 from qklab.runs import RunDirectory, RunError
 from qklab.schema import SpecError
 from qklab.train.launch import asked, told, train, unigram_loss
-from qklab.train.load import load, sample
+from qklab.train.trained import load, sample
 from qklab.train.loop import Trainer
 from qklab.train.spec import ExecutionSpec, RunSpec, resolve
 
@@ -107,8 +107,8 @@ def test_steps_that_are_not_finite_are_skipped_and_then_end_the_run(
     spec, execution = settings(max_skips=2)
     plain, before = Trainer.shared, {}
 
-    def broken(bad: set[int]) -> Callable[..., tuple[float, float]]:
-        def shared(self: Trainer, nats: torch.Tensor, norm: torch.Tensor) -> tuple[float, float]:
+    def broken(bad: set[int]) -> Callable[..., torch.Tensor]:
+        def shared(self: Trainer, nats: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
             before[self.state.step + 1] = self.decoder.embed.weight.detach().clone()
             if self.state.step + 1 in bad:
                 nats, norm = (nats * math.nan, norm) if what == "loss" else (nats, norm * math.inf)

@@ -24,6 +24,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, places: Places, bias: 
 
     Query head h reads key/value head ⌊h·G/H⌋.
     """
+    if places.blocks is not None and bias is None:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        o = flex_attention(
+            q.transpose(1, 2),
+            k.to(q.dtype).transpose(1, 2),
+            v.to(q.dtype).transpose(1, 2),
+            block_mask=places.blocks,
+            scale=scale,
+            enable_gqa=q.shape[2] != k.shape[2],
+        )
+        return o.transpose(1, 2)
     mask = places.mask
     if bias is not None:
         bias = bias.to(q.dtype)

@@ -5,7 +5,7 @@ A decoder computes this once and hands it to all its layers.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ class Places(NamedTuple):
     causal: bool  # without a mask: the plain causal triangle (True) or everything (False)
     angles: Angles | None  # of the new tokens
     key_angles: Angles | None  # of all S tokens, where keys are rotated on reading
+    blocks: Any = None  # the mask of packed texts as flex_attention's BlockMask, inside a graph compiled for a GPU
 
 
 @torch.library.custom_op("qklab::rope_angles", mutates_args=())
@@ -51,11 +52,13 @@ def locate(spec: AttentionSpec, x: Tensor, segments: Tensor | None, cache: Cache
     A segment is a run of equal ids; positions restart with it and attention never leaves it. Tokens of a cache's left
     padding likewise form a text of their own, which no real token sees.
     """
-    tokens, device = x.shape[1], x.device
+    tokens, device, blocks = x.shape[1], x.device, None
     before = 0 if cache is None else cache.length
     slots = torch.arange(before + tokens, device=device)
     if segments is not None:
         positions, mask = packed(segments, slots, spec.causal)
+        if x.is_cuda and torch.compiler.is_compiling() and x.dtype != torch.float64 and spec.head_width >= 16:
+            blocks = packed_blocks(segments, spec.causal)
         key_positions, causal = positions, False
     elif cache is not None and cache.left_padding is not None:
         real = slots >= cache.left_padding[:, None]  # [B, S]
@@ -75,7 +78,7 @@ def locate(spec: AttentionSpec, x: Tensor, segments: Tensor | None, cache: Cache
         angles = rope_angles(positions, spec.rotated_width, spec.rope_base, precision)
         if spec.kv_rotation == "on-read":
             key_angles = rope_angles(key_positions, spec.rotated_width, spec.rope_base, precision)
-    return Places(positions, mask, causal, angles, key_angles)
+    return Places(positions, mask, causal, angles, key_angles, blocks)
 
 
 def triangle(slots: Tensor, before: int) -> Tensor:
@@ -85,11 +88,30 @@ def triangle(slots: Tensor, before: int) -> Tensor:
 
 def packed(segments: Tensor, slots: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """Positions [B, T] within each run of equal ids, and the mask [B, 1, T, T] that keeps attention inside the runs."""
-    starts = torch.ones_like(segments, dtype=torch.bool)
-    starts[:, 1:] = segments[:, 1:] != segments[:, :-1]
-    runs = starts.cumsum(1)
+    starts, runs = runs_of(segments)
     first = torch.where(starts, slots, 0).cummax(1).values
     mask = runs[:, :, None] == runs[:, None, :]
     if causal:
         mask = mask & triangle(slots, 0)
     return slots - first, mask[:, None]
+
+
+def runs_of(segments: Tensor) -> tuple[Tensor, Tensor]:
+    """Where a run of equal ids starts, and the number of each token's run: [B, T] each."""
+    starts = torch.ones_like(segments, dtype=torch.bool)
+    starts[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    return starts, starts.cumsum(1)
+
+
+def packed_blocks(segments: Tensor, causal: bool) -> Any:
+    """The mask of `packed` as flex_attention's BlockMask, which skips blocks nobody attends to."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    _, runs = runs_of(segments)
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        same = runs[b, q] == runs[b, k]
+        return same & (q >= k) if causal else same
+
+    B, T = segments.shape
+    return create_block_mask(visible, B, None, T, T, device=segments.device)

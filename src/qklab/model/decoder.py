@@ -11,6 +11,7 @@ from qklab.attention.rotate import LearnedPositions
 from qklab.model.generate import check_ids, generate
 from qklab.model.initialise import initialise
 from qklab.model.spec import DecoderSpec
+from qklab.ops.gelu import gelu
 
 
 class SwiGLU(nn.Module):
@@ -35,15 +36,22 @@ class GELU(nn.Module):
         self.down = nn.Linear(spec.hidden, spec.width, bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
+        return self.down(gelu(self.up(x)))
 
 
 MLPS = {"swiglu": SwiGLU, "gelu": GELU}
 
 
+class RMSNorm(nn.RMSNorm):
+    """x / √(mean x² + eps) ⊙ g, taken in the gain's precision where x is coarser, as under autocast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+
 def new_norm(spec: DecoderSpec) -> nn.Module:
     if spec.norm == "rms":
-        return nn.RMSNorm(spec.width, eps=spec.norm_eps)
+        return RMSNorm(spec.width, eps=spec.norm_eps)
     return nn.LayerNorm(spec.width, eps=spec.norm_eps, bias=spec.bias)
 
 
@@ -133,6 +141,9 @@ class Decoder(nn.Module):
         if self.positions is not None:
             x = x + self.positions(places)
         x = self.dropout(x)
+        if torch.is_autocast_enabled(x.device.type) and x.dtype == torch.float32:
+            # the residual stream too: half the bytes for every addition and norm of every layer
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         for layer, block in enumerate(self.blocks):
             x = block(x, places, None if cache is None else cache[layer])
         return self.norm(x)

@@ -64,11 +64,16 @@ class Optimiser:
                 )
             )
 
-    def step(self, lr: float) -> None:
-        """One update of every parameter at this learning rate."""
+    def step(self, lr: float, skip: Tensor | None = None) -> None:
+        """One update of every parameter at this learning rate; none where `skip`, a scalar on the device, is 1.
+
+        Only fused AdamW can look at `skip` without the host knowing it (torch's name for it is `found_inf`).
+        """
         for group in self.groups():
             group["lr"] = lr
         for part in self.parts:
+            if skip is not None:
+                part.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]
             part.step()
 
     def zero_grad(self) -> None:

@@ -1,0 +1,22 @@
+"""Training: specs of runs, the loop, checkpoints, evaluation, probes, and models back from run directories."""
+
+from typing import TYPE_CHECKING, Any
+
+from qklab.train.spec import ExecutionSpec, RunSpec, resolve
+
+if TYPE_CHECKING:
+    from qklab.train.launch import Outcome, train
+    from qklab.train.trained import load, sample
+
+__all__ = ["ExecutionSpec", "Outcome", "RunSpec", "load", "resolve", "sample", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs torch.distributed is imported when it is first asked for: it would double the start of every command."""
+    from importlib import import_module
+
+    if name in ("Outcome", "train"):
+        return getattr(import_module("qklab.train.launch"), name)
+    if name in ("load", "sample"):
+        return getattr(import_module("qklab.train.trained"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

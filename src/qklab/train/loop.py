@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -48,6 +49,31 @@ class State:
     skipped: int = 0  # steps whose loss or gradient was not finite
     best: float | None = None  # lowest validation loss
     best_step: int | None = None
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A step under way: its loss and gradient norm are known once the device has got that far."""
+
+    step: int
+    lr: float
+    outcome: Tensor  # [2] on the host
+    arrived: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, step: int, lr: float, outcome: Tensor) -> "Flight":
+        if not outcome.is_cuda:
+            return cls(step, lr, outcome, None)
+        host = torch.empty(2, dtype=outcome.dtype, pin_memory=True).copy_(outcome, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return cls(step, lr, host, arrived)
+
+    def values(self) -> tuple[float, float]:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        nats, norm = self.outcome.tolist()
+        return nats, norm
 
 
 class Trainer:
@@ -102,9 +128,8 @@ class Trainer:
 
     # ---- one step
 
-    def step(self, batch: Batch, lr: float) -> tuple[float, float, bool]:
-        """Forward, backward and update on one global batch; gives the loss, the gradient's norm, and whether both were
-        finite. If not, nothing is changed."""
+    def step(self, batch: Batch, lr: float) -> "Flight":
+        """Forward, backward and update on one global batch. If the loss or the gradient is not finite nothing changes."""
         if self.spec.model.dropout:
             torch.manual_seed(seed_of(self.spec.seed, f"dropout/{self.state.step}/{self.machine.rank}"))
         rows = min(self.execution.rows or len(batch.ids), len(batch.ids))
@@ -119,23 +144,30 @@ class Trainer:
                 total += nll * share
         parameters = list(self.decoder.parameters())
         norm = gradient_norm(parameters)
-        nats, size = self.shared(total, norm)
-        finite = math.isfinite(nats) and math.isfinite(size)
-        if finite:
+        outcome = self.shared(total, norm)
+        wrong = 1.0 - outcome.isfinite().all().float()
+        waits = not self.deferred
+        if not (waits and wrong.item()):
             if self.spec.optimiser.clip:
                 nn.utils.clip_grads_with_norm_(parameters, self.spec.optimiser.clip, norm)
-            self.optimiser.step(lr)
+            self.optimiser.step(lr, skip=None if waits else wrong)
         self.optimiser.zero_grad()
-        return nats, size, finite
+        self.state.step += 1
+        return Flight.of(self.state.step, lr, outcome)
 
-    def shared(self, nats: Tensor, norm: Tensor) -> tuple[float, float]:
-        """The loss averaged over ranks, and the norm, which is the same on all; the one wait for the device."""
+    @property
+    def deferred(self) -> bool:
+        """Whether the host goes on to the next step before it knows how this one went; the device then skips a bad
+        update by itself, which fused AdamW can and Muon cannot."""
+        return self.machine.device.type == "cuda" and self.spec.optimiser.kind == "adamw" and not self.sharded
+
+    def shared(self, nats: Tensor, norm: Tensor) -> Tensor:
+        """The loss averaged over ranks, and the norm, which is the same on all: [2] on the device."""
         pair = torch.stack([nats.double(), norm.double()])
-        if self.machine.world == 1:
-            first, second = pair.tolist()
-            return first, second
-        first, second = self.machine.sum(pair.cpu())
-        return first / self.machine.world, second / self.machine.world
+        if self.machine.world > 1:
+            dist.all_reduce(pair)
+            pair = pair / self.machine.world
+        return pair
 
     # ---- the loop
 
@@ -143,21 +175,27 @@ class Trainer:
         """Train from the present state; `metrics` and `sinks` on the main rank only."""
         self.metrics, self.sinks = metrics, sinks
         batches = Batches(self.order, self.state.step, self.machine.rank, self.machine.world, self.machine.device)
+        flight: Flight | None = None
         first = True
         try:
             while self.progress() < 1:
                 before, began = self.progress(), time.perf_counter()
                 lr = self.spec.optimiser.lr * self.spec.schedule.factor(self.upcoming())
-                nats, norm, finite = self.step(next(batches), lr)
-                self.count(time.perf_counter() - began, finite, first)
-                self.record_step(nats, norm, lr, finite)
+                earlier, flight = flight, self.step(next(batches), lr)
+                self.land(earlier)
+                if first or not self.deferred:
+                    flight = self.land(flight)
+                self.count(time.perf_counter() - began, first)
+                stopping = self.stopping(stop)
+                if stopping or self.state.skipped > self.spec.max_skips or self.something_due(before):
+                    flight = self.land(flight)
                 if self.state.skipped > self.spec.max_skips:
                     return "diverged"
                 improved = self.evaluate_where_due(before)
                 if first:
                     first, self.last_save = False, time.monotonic()
-                stopping = self.stopping(stop)
                 if self.progress() >= 1 or stopping or improved or self.checkpoint_due():
+                    flight = self.land(flight)
                     self.save(improved)
                 if stopping and self.progress() < 1:
                     return "interrupted"
@@ -165,9 +203,19 @@ class Trainer:
             batches.close()
         return "finished"
 
-    def count(self, seconds: float, finite: bool, first: bool) -> None:
-        self.state.step += 1
-        self.state.skipped += not finite
+    def land(self, flight: "Flight | None") -> None:
+        """Wait for a step and record it."""
+        if flight is not None:
+            nats, norm = flight.values()
+            finite = math.isfinite(nats) and math.isfinite(norm)
+            self.state.skipped += not finite
+            self.record_step(flight.step, nats, norm, flight.lr, finite)
+
+    def something_due(self, before: float) -> bool:
+        evaluation = self.spec.evaluation.times
+        return self.progress() >= 1 or self.due(evaluation, before) or self.due(self.spec.probes, before)
+
+    def count(self, seconds: float, first: bool) -> None:
         if first:
             self.spent["first step"] += seconds
         else:
@@ -205,19 +253,19 @@ class Trainer:
 
     # ---- records
 
-    def record_step(self, nats: float, norm: float, lr: float, finite: bool) -> None:
+    def record_step(self, step: int, nats: float, norm: float, lr: float, finite: bool) -> None:
         state, speed = self.state, self.tokens_per_second()
         if self.metrics is not None:
             values = {"loss": nats, "lr": lr, "grad_norm": norm}
-            record = {"kind": "train", "step": state.step, "tokens": state.step * self.spec.tokens_per_step} | values
+            record = {"kind": "train", "step": step, "tokens": step * self.spec.tokens_per_step} | values
             if not finite:
                 record["skipped"] = True
             self.metrics.append(record | {"time": {"seconds": state.seconds, "tokens_per_second": speed}})
             if self.sinks is not None:
-                self.sinks.log(values, state.step)
+                self.sinks.log(values, step)
         if not finite:
             self.display.say(
-                f"step {state.step}: the loss ({nats}) or the gradient's norm ({norm}) is not finite; the step is "
+                f"step {step}: the loss ({nats}) or the gradient's norm ({norm}) is not finite; the step is "
                 f"skipped, {state.skipped} of at most {self.spec.max_skips}."
             )
         done, left = self.progress(), None
@@ -228,7 +276,7 @@ class Trainer:
                 if self.spec.steps is None
                 else (self.spec.steps - state.step) * each
             )
-        self.display.show(min(1.0, done), status(state.step, self.spec.steps, nats, speed, left))
+        self.display.show(min(1.0, done), status(step, self.spec.steps, nats, speed, left))
 
     def tokens_per_second(self) -> float:
         """Over all training steps but the first."""

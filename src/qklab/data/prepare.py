@@ -1,0 +1,196 @@
+"""From text to a prepared corpus: read once to know the documents, train the tokenizer, then tokenise shard by shard.
+
+Killed at any moment and run again, it goes on after the last finished shard and ends with the same bytes.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from qklab.data.plan import comparable, content_digest, planned, refuse_changed
+from qklab.data.progress import Progress
+from qklab.data.selection import Selected, Tally, selected
+from qklab.data.shards import FORMAT, MANIFEST, TOKENIZER, Corpus, manifest_hash
+from qklab.data.sources import SPLITS, Source, find_source, source_path
+from qklab.data.spec import DataError, DataSpec
+from qklab.data.tokenizer import Tokenizer, canonical
+from qklab.data.workers import Workers, processors
+from qklab.data.writing import UNFINISHED, ShardWriter, write_file
+
+BATCH_BYTES = 2**19
+FEW_BYTES = 2**21  # below this, starting processes takes longer than tokenising
+
+
+def prepare(
+    spec: DataSpec,
+    *,
+    data: str | os.PathLike[str] | None = None,
+    out: str | os.PathLike[str] | None = None,
+    workers: int | None = None,
+    progress: bool | Callable[[str, int, int], None] = False,
+) -> Corpus:
+    """The prepared corpus of `spec`, from the folder `out` (default: one in the cache) or made there now.
+
+    `data` is a folder of corpora to look for the source and for GPT-2's tokenizer in; `workers` processes tokenise
+    (default: one per processor) and never change the result; `progress` is True for a line on stderr, or a function
+    of (what is done, bytes done, bytes in all). A `spec.source` that is a prepared corpus is opened as it is.
+    """
+    if workers is not None and workers < 1:
+        raise DataError(f"workers must be at least 1, but {workers} came.")
+    data = Path(data) if data is not None else None
+    if spec.source != "stdlib" and not spec.source.startswith("hf:"):
+        path = source_path(spec.source, data)
+        if (path / MANIFEST).is_file():
+            return Corpus.open(path)
+    source = find_source(spec.source, data)
+    folder = Path(out) if out is not None else cache_folder(spec, source)
+    with Progress(progress) as report:
+        if (folder / MANIFEST).exists():
+            return finished(folder, spec, source, report)
+        try:
+            if folder.exists() and any(folder.iterdir()) and not (folder / UNFINISHED).exists():
+                raise DataError(f"{folder} is not empty and holds no corpus; choose another folder (--out).")
+            (folder / UNFINISHED).mkdir(parents=True, exist_ok=True)
+            with alone(folder, report):
+                if (folder / MANIFEST).exists():
+                    return finished(folder, spec, source, report)
+                build(folder, spec, source, data, workers or processors(), report)
+                shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
+        except OSError as error:
+            raise DataError(
+                f"{folder} cannot be written: {error.strerror or error}; finished shards are kept, run again when it "
+                "can."
+            ) from error
+    return Corpus.open(folder)
+
+
+def cache_folder(spec: DataSpec, source: Source) -> Path:
+    """Where a corpus is kept unless told otherwise; a changed source or spec gets another folder."""
+    root = os.environ.get("QKLAB_CACHE")
+    root = Path(root) if root else Path.home() / ".cache" / "qklab"
+    wanted = {**comparable(spec.to_dict()), "format": FORMAT, "source": source.listing()}
+    name = re.sub(r"[^A-Za-z0-9]+", "-", spec.source).strip("-")[-40:] or "corpus"
+    return root / "corpora" / f"{name}-{hashlib.sha256(canonical(wanted)).hexdigest()[:12]}"
+
+
+@contextlib.contextmanager
+def alone(folder: Path, report: Progress) -> Iterator[None]:
+    """Only one process prepares a folder; others wait. The lock goes with its holder, even one that is killed."""
+    path, told = folder / UNFINISHED / "lock", False
+    while True:
+        path.parent.mkdir(exist_ok=True)
+        with path.open("ab") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if not told:
+                    report.say(f"another process is preparing {folder}; waiting for it.")
+                    told = True
+                time.sleep(0.1)
+                continue
+            except OSError as error:
+                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                    raise
+            if path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino:  # else its holder has finished
+                yield
+                return
+
+
+def finished(folder: Path, spec: DataSpec, source: Source, report: Progress) -> Corpus:
+    """The corpus in `folder`, if it is the one that `spec` and `source` would make."""
+    corpus = Corpus.open(folder)
+    there, wanted = comparable(corpus.manifest["spec"]), comparable(spec.to_dict())
+    differing = [name for name in wanted if there.get(name) != wanted[name]]
+    if differing:
+        name = differing[0]
+        raise DataError(
+            f"{folder} holds a corpus prepared with {name}={there.get(name)!r}, but {name}={wanted[name]!r} is asked "
+            "for; choose another folder (--out) or delete it."
+        )
+    if corpus.manifest["source"]["files"] != source.listing():
+        refuse_changed(folder, corpus.manifest["source"]["sha256"], content_digest(source, spec, report))
+    shutil.rmtree(folder / UNFINISHED, ignore_errors=True)  # left where a kill came after the manifest
+    return corpus
+
+
+def build(folder: Path, spec: DataSpec, source: Source, data: Path | None, workers: int, report: Progress) -> None:
+    for part in folder.glob("*.part"):
+        part.unlink()  # half-written when an earlier attempt was killed
+    plan = planned(folder, spec, source, data, report)
+    tokenizer = Tokenizer.load(folder / TOKENIZER)
+    writers = {split: ShardWriter(folder, split, tokenizer.dtype, tokenizer.eot) for split in SPLITS}
+    total = sum(counts["bytes"] for counts in plan["splits"].values())
+    tally = Tally()
+    batches = to_encode(source, spec, writers, tally)
+    count = workers if total > FEW_BYTES else 1
+    with Workers(folder / TOKENIZER, count, tokenizer.dtype, tokenizer.encode) as pool:
+        for (documents, done), tokens in pool.map(batches):
+            for (split, size), ids in zip(documents, tokens, strict=True):
+                writers[split].add(ids, size)
+            report.update("tokenising", done, total)
+    refuse_changed(folder, plan["sha256"], tally.digest.hexdigest())
+    write_manifest(folder, spec, tokenizer, plan, {split: writer.finish() for split, writer in writers.items()})
+
+
+Batch = tuple[tuple[list[tuple[str, int]], int], list[bytes]]
+
+
+def to_encode(source: Source, spec: DataSpec, writers: dict[str, ShardWriter], tally: Tally) -> Iterator[Batch]:
+    """Batches (((split, bytes) of each document, bytes so far), texts) of what is not in a finished shard yet."""
+    ready = {split: writer.documents for split, writer in writers.items()}
+    waiting: list[Selected] = []
+    size = 0
+    for document in selected(source, spec, Counter()):
+        tally.add(document)
+        if tally.documents[document.split] <= ready[document.split]:
+            continue
+        waiting.append(document)
+        size += len(document.raw)
+        if size >= BATCH_BYTES:
+            yield batch(waiting, tally)
+            waiting, size = [], 0
+    if waiting:
+        yield batch(waiting, tally)
+
+
+def batch(documents: list[Selected], tally: Tally) -> Batch:
+    labels = [(document.split, len(document.raw)) for document in documents]
+    return (labels, tally.bytes.total()), [document.raw for document in documents]
+
+
+def write_manifest(
+    folder: Path, spec: DataSpec, tokenizer: Tokenizer, plan: dict[str, Any], splits: dict[str, dict[str, Any]]
+) -> None:
+    """The last file to be written: where it is, the corpus is whole."""
+    counted = ("duplicates_removed", "repeats_kept")
+    content = {
+        "tokenizer": {
+            "kind": tokenizer.definition["kind"],
+            "vocab": tokenizer.vocab,
+            "eot": tokenizer.eot,
+            "hash": tokenizer.hash,
+        },
+        "dtype": tokenizer.dtype.name,
+        "splits": {
+            name: {**part, **{key: plan["splits"][name][key] for key in counted}} for name, part in splits.items()
+        },
+    }
+    source = {key: plan[key] for key in ("name", "sha256", "empty_documents_skipped", "files")}
+    manifest = {
+        "format": FORMAT,
+        "hash": manifest_hash(content),
+        "content": content,
+        "source": source,
+        "spec": spec.to_dict(),
+    }
+    write_file(folder / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False).encode() + b"\n")

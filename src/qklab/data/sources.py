@@ -1,0 +1,248 @@
+"""Where documents come from: files and folders, the Python that runs this, or the Hugging Face hub."""
+
+import os
+import re
+import sys
+import sysconfig
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from qklab.data.reading import COMPRESSED, READERS, file_documents, file_kind, pieces
+from qklab.data.spec import DataError
+from qklab.schema import suggestion
+
+SPLITS = ("train", "valid", "test")
+SPLIT_NAME = re.compile(r"(train(?:ing)?|val(?:id(?:ation)?)?|dev|test)(?![a-z])", re.IGNORECASE)
+SPLIT_STARTS = {"train": "train", "valid": ("val", "dev"), "test": "test"}
+
+
+class Document(NamedTuple):
+    """A document as UTF-8, the split its file belongs to (None: not said), and how far the source has been read."""
+
+    raw: bytes
+    split: str | None
+    position: int
+
+
+class Source(ABC):
+    """A stream of documents that comes out the same every time until the source changes.
+
+    Documents of the test split come first, then valid, then the rest: what is held out is known before training
+    text is read.
+    """
+
+    name: str
+    size: int  # the last position
+    splits: frozenset[str] = frozenset()  # those the source itself keeps apart; empty where it assigns no document
+
+    @abstractmethod
+    def listing(self) -> list[list[Any]]:
+        """[name, size, time of change] of everything the source consists of; unchanged listing, unchanged source."""
+
+    @abstractmethod
+    def documents(self) -> Iterator[Document]: ...
+
+
+def split_named(name: str) -> str | None:
+    """The split that a file or folder name such as train.0.txt, val-00.jsonl or test/ says, if any."""
+    match = SPLIT_NAME.match(name)
+    first = match[1].lower() if match else ""
+    return next((split for split, starts in SPLIT_STARTS.items() if first.startswith(starts) and first), None)
+
+
+def stat_of(path: Path) -> os.stat_result:
+    try:
+        return path.stat()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+class Files(Source):
+    """A file, or a folder with everything under it that can be read, by name."""
+
+    def __init__(self, name: str, root: Path, paths: list[Path]):
+        self.name = name
+        inside = root if root.is_dir() else root.parent
+        named = sorted((path.relative_to(inside).as_posix(), path) for path in paths)
+        splits = {relative: split_named(relative) for relative, _ in named}
+        told = {split for split in splits.values() if split}
+        if "train" not in told or len(told) < 2:
+            splits = dict.fromkeys(splits)
+        elif None in splits.values():
+            stray = next(relative for relative, split in splits.items() if split is None)
+            raise DataError(
+                f"{root} has files named for their splits, but also {stray}; name it train…, valid… or test…, "
+                "or move it."
+            )
+        order = {"test": 0, "valid": 1}
+        self.files = sorted(
+            ((splits[relative], relative, path) for relative, path in named),
+            key=lambda file: (order.get(file[0] or "", 2), file[1]),
+        )
+        self.size = sum(stat_of(path).st_size for _, _, path in self.files)
+        self.splits = frozenset(split for split, _, _ in self.files if split)
+
+    def listing(self) -> list[list[Any]]:
+        stats = [(relative, stat_of(path)) for _, relative, path in self.files]
+        return [[relative, stat.st_size, stat.st_mtime_ns] for relative, stat in stats]
+
+    def documents(self) -> Iterator[Document]:
+        before = 0
+        for split, _, path in self.files:
+            size = stat_of(path).st_size
+            for raw, position in file_documents(path):
+                yield Document(raw, split, before + position)
+            before += size
+
+
+class Stdlib(Source):
+    """The text that Python itself brings: its library's source and documentation, and pydoc's language reference.
+
+    Test folders are left out, because not every installation has them and they hold files that are broken on purpose,
+    and so are the generated tables of `encodings` and `lib2to3`, which newer versions do not have.
+    """
+
+    name = "stdlib"
+    skipped = frozenset(
+        {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings", "lib2to3"}
+    )
+
+    def __init__(self) -> None:
+        self.root = Path(sysconfig.get_path("stdlib"))
+        self.files: list[tuple[str, Path]] = []
+        for folder, folders, names in os.walk(self.root):
+            folders[:] = sorted(set(folders) - self.skipped)
+            paths = [Path(folder) / name for name in names if name.endswith((".py", ".txt", ".rst"))]
+            self.files += [(path.relative_to(self.root).as_posix(), path) for path in paths]
+        self.files = sorted(file for file in self.files if file[0] != "pydoc_data/topics.py")
+        if not self.files:
+            raise DataError(f"this Python keeps no library source in {self.root}; give a file or folder as source.")
+        self.size = sum(path.stat().st_size for _, path in self.files)
+
+    def listing(self) -> list[list[Any]]:
+        return [["python", sys.version, 0], *([name, path.stat().st_size, 0] for name, path in self.files)]
+
+    def documents(self) -> Iterator[Document]:
+        position = 0
+        for _, path in self.files:
+            raw = path.read_bytes()
+            position += len(raw)
+            try:
+                raw.decode()
+            except UnicodeDecodeError:
+                continue
+            yield Document(raw, None, position)
+        try:
+            from pydoc_data.topics import topics
+        except ImportError:
+            return
+        for topic in sorted(topics):
+            yield Document(topics[topic].encode(), None, position)
+
+
+class HuggingFace(Source):
+    """A dataset through `datasets`: "hf:NAME/CONFIG", "hf:OWNER/NAME/CONFIG" or "hf:OWNER/NAME"."""
+
+    def __init__(self, name: str):
+        self.name = name
+        try:
+            datasets = import_module("datasets")
+        except ImportError:
+            raise DataError(f"{name} is read through datasets, which is missing; pip install datasets.") from None
+        parts = name.removeprefix("hf:").split("/")
+        if not 1 <= len(parts) <= 3 or not all(parts):
+            raise DataError(f"a source on the hub is written hf:NAME/CONFIG or hf:OWNER/NAME/CONFIG, but {name} came.")
+        # "a/b" may be a dataset and its configuration or an owner and a dataset
+        readings = [["/".join(parts[:2]), *parts[2:]]]
+        if len(parts) == 2:
+            readings.insert(0, parts)
+        failures: list[str] = []
+        for reading in readings:
+            try:
+                self.parts = self.by_split(datasets.load_dataset(*reading))
+                break
+            except DataError:
+                raise
+            except Exception as error:  # whatever the network, the hub or the dataset's own files do
+                failures.append(str(error).split("\n")[0])
+        else:
+            raise DataError(f"{name} cannot be loaded: {'; '.join(dict.fromkeys(failures))}.")
+        self.splits = frozenset(self.parts) if len(self.parts) > 1 else frozenset()
+        self.size = sum(len(rows) for rows in self.parts.values())
+
+    def by_split(self, found: Any) -> dict[str, Any]:
+        parts = {split: found[key] for key in found if (split := split_named(str(key)))}
+        if "train" not in parts:
+            raise DataError(f"{self.name} has the splits {', '.join(map(str, found))}, but train is needed.")
+        for split, rows in parts.items():
+            if "text" not in rows.column_names:
+                columns = ", ".join(rows.column_names)
+                raise DataError(f"{self.name} must have a column 'text', but its split {split} has {columns}.")
+        return {split: parts[split] for split in ("test", "valid", "train") if split in parts}
+
+    def listing(self) -> list[list[Any]]:
+        return [[split, len(rows), str(getattr(rows, "_fingerprint", ""))] for split, rows in self.parts.items()]
+
+    def documents(self) -> Iterator[Document]:
+        position = 0
+        for split, rows in self.parts.items():
+            for number, row in enumerate(rows, 1):
+                position += 1
+                for raw in pieces(row["text"], f"row {number} of {self.name}, split {split},"):
+                    yield Document(raw, split if self.splits else None, position)
+
+
+def data_folders(data: Path | None) -> list[Path]:
+    """Folders of corpora: the one given, then the one QKLAB_DATA names."""
+    named = os.environ.get("QKLAB_DATA")
+    return ([Path(data)] if data else []) + ([Path(named)] if named else [])
+
+
+def corpus_files(root: Path) -> list[Path]:
+    """Everything readable under a folder, hidden files and folders left out."""
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{error.filename} cannot be read: {error.strerror}.") from error
+
+    paths = []
+    for folder, folders, names in os.walk(root, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        paths += [Path(folder) / name for name in names if not name.startswith(".") and file_kind(Path(name))]
+    return paths
+
+
+def source_path(name: str, data: Path | None) -> Path:
+    """The file or folder that a source's name stands for."""
+    folders = data_folders(data)
+    tried = [Path(name).expanduser(), *(folder / name for folder in folders)]
+    found = next((path for path in tried if os.path.exists(path)), None)  # False, too, for what can be no path
+    if found is not None:
+        return found
+    missing = next((folder for folder in folders if not folder.is_dir()), None)
+    if missing is not None:
+        raise DataError(f"the folder of corpora {missing} does not exist (given by --data or QKLAB_DATA).")
+    known = ["stdlib", *sorted(path.name for folder in folders for path in folder.iterdir() if path.is_dir())]
+    where = (
+        f", nor in {' or '.join(map(str, folders))}" if folders else "; --data or QKLAB_DATA names a folder of corpora"
+    )
+    raise DataError(f"there is no source {name!r}{suggestion(name, known)}: no such file or folder here{where}.")
+
+
+def find_source(name: str, data: Path | None = None) -> Source:
+    if name == "stdlib":
+        return Stdlib()
+    if name.startswith("hf:"):
+        return HuggingFace(name)
+    path = source_path(name, data)
+    kinds = f"{', '.join(READERS)} (each also with {', '.join(suffix for suffix in COMPRESSED if suffix)})"
+    if path.is_dir():
+        paths = corpus_files(path)
+        if not paths:
+            raise DataError(f"the folder {path} holds none of {kinds}.")
+        return Files(name, path, paths)
+    if file_kind(path) is None:
+        raise DataError(f"{path} is none of {kinds}.")
+    return Files(name, path, [path])

@@ -1,0 +1,1 @@
+"""Operations with more than one implementation: named for their meaning, chosen with `impl=`."""

@@ -1,0 +1,144 @@
+"""Vocabulary loss with one fused kernel between the matrix products, which stay torch's own.
+
+Prefixes: p_ pointer, o_ offsets, m_ mask, b_ block of values, i_ index.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 8192  # entries of a row at a time
+WARPS = 16
+ROWS_PER_SM = 2  # rows in work at a time: few enough that a row read twice is still in L2 the second time
+ALIGNMENT = 64  # entries: rows of an odd vocabulary start on whole cache lines all the same
+VECTOR = tl.constexpr(8)  # entries a thread holds side by side: 16 bytes of bf16
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def take_in(b_z, b_top, b_total):
+    """Block [L, 8] into the running maxima and sums [L] of its lanes, which no thread has to wait for."""
+    b_higher = tl.maximum(b_top, tl.max(b_z, 1))  # [L]
+    b_new = tl.sum(tl.exp2((b_z - b_higher[:, None]) * LOG2_E), 1)  # [L]
+    return b_higher, b_total * tl.exp2((b_top - b_higher) * LOG2_E) + b_new
+
+
+@triton.jit
+def loss_kernel(
+    p_z,  # [n, V], row stride `stride`; overwritten by its own gradient if GRADIENT
+    p_targets,  # [n]
+    p_nll,  # [n]
+    p_lse,  # [n]
+    n,
+    stride,
+    V,
+    IGNORED: tl.constexpr,
+    Z_LOSS: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Row by row: lse in one online pass, then (1 + 2·z_loss·lse)·softmax(z) − onehot(y) in place."""
+    narrow = p_z.dtype.element_ty
+    long_stride = stride.to(tl.int64)  # a chunk may hold more than 2³¹ entries
+    o_v = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]  # [L, 8]
+    whole = V // BLOCK * BLOCK  # blocks up to here need no mask
+    m_rest = whole + o_v < V
+    for i_row in range(tl.program_id(0), n, tl.num_programs(0)):
+        p_row = p_z + i_row * long_stride
+        y = tl.load(p_targets + i_row)
+        if y == IGNORED:
+            tl.store(p_nll + i_row, 0.0)
+            tl.store(p_lse + i_row, 0.0)
+            if GRADIENT:
+                b_zero = tl.zeros([BLOCK // VECTOR, VECTOR], narrow)
+                for i_v in range(0, whole, BLOCK):
+                    tl.store(p_row + i_v + o_v, b_zero)
+                tl.store(p_row + whole + o_v, b_zero, mask=m_rest)
+        else:
+            # read before the first reduction: its barrier lets no thread overwrite the entry before all have it
+            known = (y >= 0) & (y < V)
+            p_picked = p_row + tl.where(known, y, 0)
+            picked = tl.where(known, tl.load(p_picked).to(WIDE), float("nan"))
+
+            b_top = tl.full([BLOCK // VECTOR], -1e38, WIDE)  # not −∞, which minus itself is no number
+            b_total = tl.zeros([BLOCK // VECTOR], WIDE)
+            for i_v in range(0, whole, BLOCK):
+                b_z = tl.load(p_row + i_v + o_v).to(WIDE)
+                b_top, b_total = take_in(b_z, b_top, b_total)
+            b_z = tl.load(p_row + whole + o_v, mask=m_rest, other=float("-inf")).to(WIDE)
+            b_top, b_total = take_in(b_z, b_top, b_total)
+            top = tl.max(b_top, 0)
+            total = tl.sum(b_total * tl.exp2((b_top - top) * LOG2_E), 0)
+            lse = top + tl.log(total)
+            tl.store(p_nll + i_row, top - picked + tl.log(total))
+            tl.store(p_lse + i_row, lse)
+
+            if GRADIENT:
+                scale = 1 + 2 * Z_LOSS * lse
+                log_total = tl.log2(total)
+                for i_v in range(0, whole, BLOCK):
+                    b_z = tl.load(p_row + i_v + o_v).to(WIDE)
+                    b_p = tl.exp2((b_z - top) * LOG2_E - log_total)
+                    if Z_LOSS != 0:
+                        b_p *= scale
+                    tl.store(p_row + i_v + o_v, b_p.to(narrow))
+                b_z = tl.load(p_row + whole + o_v, mask=m_rest, other=float("-inf")).to(WIDE)
+                b_p = tl.exp2((b_z - top) * LOG2_E - log_total) * scale
+                tl.store(p_row + whole + o_v, b_p.to(narrow), mask=m_rest)
+                tl.debug_barrier()  # the target's own entry comes last, over what another thread put there
+                tl.store(p_picked, (tl.exp2((picked - top) * LOG2_E - log_total) * scale - 1).to(narrow))
+
+
+def losses_and_gradients(
+    x: Tensor, weight: Tensor, targets: Tensor, ignored: int, z_loss: float, rows: int, need_x: bool, need_weight: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """x [N, d], weight [V, d] of one dtype, targets [N] → nll [N], lse [N], dx [N, d], dW [V, d].
+
+    nll_i = lse_i − z_i[y_i], both 0 where y_i is ignored. The gradients are those of Σ_i nll_i + z_loss·lse_i²; dx has
+    x's dtype, the rest is float32 (float64 for float64 inputs). One buffer holds the logits of `rows` tokens.
+    """
+    tokens, vocabulary, targets = len(x), len(weight), targets.contiguous()
+    wide = torch.promote_types(x.dtype, torch.float32)
+    nll, lse = x.new_empty(tokens, dtype=wide), x.new_empty(tokens, dtype=wide)
+    dx = torch.empty_like(x) if need_x else None
+    dweight = torch.zeros_like(weight, dtype=wide) if need_weight else None
+    processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
+    programs = processors * ROWS_PER_SM
+    padded = -(-vocabulary // ALIGNMENT) * ALIGNMENT
+    buffer = x.new_empty(min(rows, tokens), padded)[:, :vocabulary]
+    for i in range(0, tokens, rows):
+        part = slice(i, min(i + rows, tokens))
+        z = buffer[: part.stop - i]
+        torch.mm(x[part], weight.mT, out=z)
+        loss_kernel[(min(len(z), programs),)](
+            z,
+            targets[part],
+            nll[part],
+            lse[part],
+            len(z),
+            z.stride(0),
+            vocabulary,
+            IGNORED=ignored,
+            Z_LOSS=z_loss,
+            GRADIENT=need_x or need_weight,
+            WIDE=tl.float64 if wide == torch.float64 else tl.float32,
+            BLOCK=min(BLOCK, max(16, triton.next_power_of_2(vocabulary))),
+            num_warps=WARPS,  # pyright: ignore[reportCallIssue]
+        )
+        if dx is not None:
+            torch.mm(z, weight, out=dx[part])
+        if dweight is not None:
+            accumulate(dweight, z.mT, x[part])
+    return nll, lse, dx, dweight
+
+
+def accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total ← total + a b, rounded to total's dtype only."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:  # torch's CPU products cannot widen
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))

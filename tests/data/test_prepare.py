@@ -1,0 +1,248 @@
+"""Preparing a corpus: what ends up where, and that neither workers, kills nor repetition change a byte of it."""
+
+import importlib
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qklab.data import Corpus, DataError, DataSpec, Split, prepare, writing
+from qklab.data.sources import find_source
+
+preparing = importlib.import_module("qklab.data.prepare")  # the name in the package is the function's
+SHARED = os.environ.get("QKLAB_DATA")
+
+
+def bytes_spec(source: Path, **more: Any) -> DataSpec:
+    return DataSpec(source=str(source), **{"tokenizer": "bytes", "valid": 0.1, "test": 0.1, **more})
+
+
+def contents(corpus: Corpus) -> dict[str, bytes]:
+    return {path.relative_to(corpus.folder).as_posix(): path.read_bytes() for path in corpus.folder.rglob("*")}
+
+
+def texts(corpus: Corpus, split: str) -> list[str]:
+    part = corpus.splits[split]
+    return [corpus.tokenizer.decode(part.read(start + 1, stop)) for start, stop in pairwise(part.starts.tolist())]
+
+
+@pytest.fixture
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "SHARD_TOKENS", 3000)
+
+
+@pytest.mark.usefixtures("small_shards")
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_every_document_is_in_one_split_with_end_of_text_before_it(
+    folder: Path, tmp_path: Path, tokenizer: str
+) -> None:
+    corpus = prepare(bytes_spec(folder, tokenizer=tokenizer, vocab=300), out=tmp_path / "out")
+    original = [raw.decode() for raw, _, _ in find_source(str(folder)).documents()]
+    found = {split: texts(corpus, split) for split in ("train", "valid", "test")}
+    assert sorted(text for part in found.values() for text in part) == sorted(original)
+    assert [text for text in original if text in set(found["train"])] == found["train"]
+    assert 10 < len(found["valid"]) < 60
+    for name, split in corpus.splits.items():
+        stream = split.read(0, split.tokens)
+        assert np.flatnonzero(stream == corpus.tokenizer.eot).tolist() == split.starts[:-1].tolist()
+        assert split.documents == len(found[name])
+        assert split.bytes == sum(len(text.encode()) for text in found[name])
+        assert split.bytes == corpus.tokenizer.byte_lengths[stream].sum()
+    assert len(corpus.splits["train"].record["shards"]) > 1
+    corpus.verify()
+
+
+@pytest.mark.usefixtures("small_shards")
+def test_reading_crosses_shards(folder: Path, tmp_path: Path) -> None:
+    split = prepare(bytes_spec(folder), out=tmp_path / "out").splits["train"]
+    stream = split.read(0, split.tokens)
+    assert len(split.borders) > 3
+    for start, stop in [(0, 0), (0, 5), (2990, 3500), (100, split.tokens), (split.tokens - 3, split.tokens)]:
+        assert split.read(start, stop).tolist() == stream[start:stop].tolist()
+    starts = np.array([0, 2950, split.tokens - 700, 17])
+    assert split.windows(starts, 700).tolist() == [stream[s : s + 700].tolist() for s in starts]
+    for start, stop in [(-1, 4), (5, 4), (0, split.tokens + 1)]:
+        with pytest.raises(DataError, match="were asked for"):
+            split.read(start, stop)
+    with pytest.raises(DataError, match="were asked for"):
+        split.windows(np.array([split.tokens - 10]), 11)
+    copy: Split = pickle.loads(pickle.dumps(split))
+    assert copy.read(0, split.tokens).tolist() == stream.tolist()
+
+
+def test_splits_do_not_move_when_files_are_added(
+    folder: Path, tmp_path: Path, documents: Callable[..., list[str]]
+) -> None:
+    before = prepare(bytes_spec(folder), out=tmp_path / "before")
+    (folder / "0-first.txt").write_text("".join(f"{text}\n<|endoftext|>\n" for text in documents(100, seed=9)))
+    after = prepare(bytes_spec(folder), out=tmp_path / "after")
+    for split in ("train", "valid", "test"):
+        assert set(texts(before, split)) <= set(texts(after, split))
+    assert before.hash != after.hash
+
+
+def test_held_out_text_is_removed_from_training_and_repeats_are_counted(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    files = {"train": "a b both t t c", "valid": "v both v2", "test": "t v2"}
+    for name, words in files.items():
+        (source / f"{name}.txt").write_text(
+            "".join(f"{word}\n<|endoftext|>\n\n<|endoftext|>\n" for word in words.split())
+        )
+    (source / "train.1.txt").write_text("a\n<|endoftext|>\na")
+    corpus = prepare(bytes_spec(source), out=tmp_path / "out")
+    assert sorted(texts(corpus, "train")) == ["a", "a", "a", "b", "c"]
+    assert texts(corpus, "valid") == ["v", "both"]
+    assert texts(corpus, "test") == ["t", "v2"]
+    records = corpus.manifest["content"]["splits"]
+    assert {split: records[split]["duplicates_removed"] for split in records} == {"train": 3, "valid": 1, "test": 0}
+    assert {split: records[split]["repeats_kept"] for split in records} == {"train": 2, "valid": 0, "test": 0}
+    assert corpus.manifest["source"]["empty_documents_skipped"] == 11
+
+
+def test_a_split_without_files_is_cut_off_training(tmp_path: Path, documents: Callable[..., list[str]]) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "train.txt").write_text("\n<|endoftext|>\n".join(documents(200)))
+    (source / "valid.txt").write_text("held out")
+    corpus = prepare(bytes_spec(source), out=tmp_path / "out")
+    assert texts(corpus, "valid") == ["held out"]
+    assert 5 < corpus.splits["test"].documents < 40
+    assert prepare(bytes_spec(source, test=0.0), out=tmp_path / "none").splits["test"].tokens == 0
+
+
+@pytest.mark.usefixtures("small_shards")
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_workers_never_change_the_result(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: str
+) -> None:
+    monkeypatch.setattr(preparing, "FEW_BYTES", 0)
+    monkeypatch.setattr(preparing, "BATCH_BYTES", 700)
+    spec = bytes_spec(folder, tokenizer=tokenizer, vocab=300)
+    one, two, three = (prepare(spec, out=tmp_path / str(n), workers=n) for n in (1, 2, 3))
+    assert contents(one) == contents(two) == contents(three)
+    with pytest.raises(DataError, match="workers must be at least 1, but 0 came"):
+        prepare(spec, workers=0)
+
+
+def test_a_second_preparation_returns_at_once(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QKLAB_CACHE", str(tmp_path / "cache"))
+    first = prepare(bytes_spec(folder))
+    assert first.folder.parent == tmp_path / "cache" / "corpora"
+    assert "source-" in first.folder.name
+    stamp = {path: path.stat().st_mtime_ns for path in first.folder.iterdir()}
+    monkeypatch.setattr(preparing, "build", lambda *_: pytest.fail("prepared again"))
+    monkeypatch.setattr("qklab.data.plan.selected", lambda *_: pytest.fail("read again"))
+    assert prepare(bytes_spec(folder)).hash == first.hash
+    assert {path: path.stat().st_mtime_ns for path in first.folder.iterdir()} == stamp
+    assert prepare(DataSpec(source=str(first.folder))).hash == first.hash
+
+
+def test_a_folder_of_another_spec_or_of_something_else_is_refused(folder: Path, tmp_path: Path) -> None:
+    prepare(bytes_spec(folder), out=tmp_path / "out")
+    with pytest.raises(DataError, match=r"prepared with tokenizer='bytes', but tokenizer='bpe' is asked for"):
+        prepare(bytes_spec(folder, tokenizer="bpe"), out=tmp_path / "out")
+    prepare(bytes_spec(folder, vocab=500), out=tmp_path / "out")  # bytes have no vocabulary to choose
+    with pytest.raises(DataError, match="source is not empty and holds no corpus"):
+        prepare(bytes_spec(folder), out=folder)
+    assert not (folder / "unfinished").exists()
+
+
+def test_a_changed_source_is_noticed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QKLAB_CACHE", str(tmp_path / "cache"))
+    first, cached = prepare(bytes_spec(folder), out=tmp_path / "out"), prepare(bytes_spec(folder))
+    os.utime(folder / "a.txt")
+    assert prepare(bytes_spec(folder), out=tmp_path / "out").hash == first.hash  # only touched
+    with (folder / "a.txt").open("a") as file:
+        file.write("one more\n")
+    with pytest.raises(DataError, match="the source has changed since"):
+        prepare(bytes_spec(folder), out=tmp_path / "out")
+    assert prepare(bytes_spec(folder)).folder != cached.folder
+    Corpus.open(tmp_path / "out").verify()
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"a.txt": ""}, "holds no text"),
+        ({"a.txt": " \n<|endoftext|>\n\n"}, "holds no text"),
+        ({"a.txt": "one document"}, r"has 1 document, none of which falls into (valid|train).*<\|endoftext\|>"),
+        ({"train.txt": "a", "valid.txt": ""}, "the valid files of .* hold no text"),
+        ({"train.txt": "a", "valid.txt": "a"}, "none of which falls into train|the train files of .* hold no text"),
+    ],
+)
+def test_too_little_text_is_one_sentence(tmp_path: Path, files: dict[str, str], said: str) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name, text in files.items():
+        (source / name).write_text(text)
+    with pytest.raises(DataError, match=said):
+        prepare(bytes_spec(source, test=0.0), out=tmp_path / "out")
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_limit_bytes_ends_the_training_split(folder: Path, tmp_path: Path) -> None:
+    whole = prepare(bytes_spec(folder), out=tmp_path / "whole")
+    piece = prepare(bytes_spec(folder, limit_bytes=5000), out=tmp_path / "piece")
+    assert 4000 < piece.splits["train"].bytes <= 5000
+    assert texts(whole, "train")[: piece.splits["train"].documents] == texts(piece, "train")
+
+
+def test_a_large_vocabulary_is_stored_in_four_bytes(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qklab.data.encoder.token_dtype", lambda vocab: np.dtype("<u4"))
+    monkeypatch.setattr("qklab.data.tokenizer.token_dtype", lambda vocab: np.dtype("<u4"))
+    corpus = prepare(bytes_spec(folder), out=tmp_path / "out")
+    assert corpus.manifest["content"]["dtype"] == "uint32"
+    monkeypatch.undo()
+    assert texts(corpus, "valid") == texts(prepare(bytes_spec(folder), out=tmp_path / "two"), "valid")
+
+
+def test_the_manifest_says_what_is_there(folder: Path, tmp_path: Path) -> None:
+    corpus = prepare(bytes_spec(folder, tokenizer="bpe", vocab=300), out=tmp_path / "out")
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["format"] == 1
+    assert manifest["content"]["dtype"] == "uint16"
+    assert manifest["content"]["tokenizer"] == {
+        "kind": "bpe",
+        "vocab": corpus.tokenizer.vocab,
+        "eot": corpus.tokenizer.eot,
+        "hash": corpus.tokenizer.hash,
+    }
+    assert DataSpec.from_dict(manifest["spec"]).tokenizer == "bpe"
+    assert [row[0] for row in manifest["source"]["files"]] == ["a.txt", "b.jsonl"]
+    names = {"manifest.json", "tokenizer.json"}
+    for split in manifest["content"]["splits"].values():
+        names |= {split["starts"]["file"], *(shard["file"] for shard in split["shards"])}
+        assert sum(shard["tokens"] for shard in split["shards"]) == split["tokens"]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+
+
+def test_the_same_text_elsewhere_is_the_same_corpus(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "copy")
+    first, second = (prepare(bytes_spec(s), out=tmp_path / f"{s.name}-out") for s in (folder, tmp_path / "copy"))
+    assert first.hash == second.hash
+
+
+def test_gpt2_is_looked_for_and_its_absence_told(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("QKLAB_DATA", raising=False)
+    for tokenizer, where in (("gpt2", "in no folder, because"), (f"gpt2:{tmp_path}", str(tmp_path))):
+        with pytest.raises(DataError, match=f"were looked for in.*{where}|were looked for {where}"):
+            prepare(bytes_spec(folder, tokenizer=tokenizer), out=tmp_path / "out")
+
+
+@pytest.mark.skipif(not SHARED, reason="QKLAB_DATA is not set")
+def test_a_piece_of_wikipedia_with_gpt2(tmp_path: Path) -> None:
+    spec = DataSpec(source="wikipedia", tokenizer="gpt2", limit_bytes=500_000)
+    corpus = prepare(spec, out=tmp_path / "out", workers=2)
+    assert corpus.tokenizer.vocab == 50257
+    assert 430_000 < corpus.splits["valid"].tokens < 440_000
+    assert texts(corpus, "valid")[0].startswith("= Alan Garner =")

@@ -1,0 +1,191 @@
+"""Sources: what a name stands for, and the order and splits of what comes out."""
+
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qklab.data import DataError, DataSpec
+from qklab.data.sources import Stdlib, find_source, split_named
+from qklab.schema import SpecError
+
+
+def write(folder: Path, **files: str) -> Path:
+    for name, text in files.items():
+        path = folder / name.replace("__", "/").replace("_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+def texts(source: Any) -> list[tuple[str | None, str]]:
+    return [(split, raw.decode()) for raw, split, _ in source.documents()]
+
+
+def test_a_folder_is_read_by_name_with_everything_under_it(tmp_path: Path) -> None:
+    folder = write(tmp_path, b_txt="B", a__z_txt="Z", a__c_jsonl='{"text": "C"}', _hidden_txt="no", note_md="no")
+    source = find_source(str(folder))
+    assert texts(source) == [(None, "C"), (None, "Z"), (None, "B")]
+    assert [row[0] for row in source.listing()] == ["a/c.jsonl", "a/z.txt", "b.txt"]
+    assert source.size == sum(row[1] for row in source.listing())
+
+
+def test_files_named_for_splits_keep_them_and_held_out_text_comes_first(tmp_path: Path) -> None:
+    folder = write(tmp_path, train_1_txt="T1", train_0_txt="T0", val_txt="V", test__x_txt="E")
+    source = find_source(str(folder))
+    assert texts(source) == [("test", "E"), ("valid", "V"), ("train", "T0"), ("train", "T1")]
+    assert source.splits == {"train", "valid", "test"}
+
+
+def test_a_stray_file_among_split_files_is_not_ignored(tmp_path: Path) -> None:
+    folder = write(tmp_path, train_txt="T", valid_txt="V", extra_txt="X")
+    with pytest.raises(DataError, match=r"also extra\.txt; name it train…"):
+        find_source(str(folder))
+
+
+def test_test_files_alone_are_no_splits(tmp_path: Path) -> None:
+    assert texts(find_source(str(write(tmp_path, test_a_txt="A", other_txt="O")))) == [(None, "O"), (None, "A")]
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("train.0.txt", "train"),
+        ("training-01.jsonl", "train"),
+        ("val_3.txt", "valid"),
+        ("Validation.txt", "valid"),
+        ("dev.txt", "valid"),
+        ("test/1.txt", "test"),
+        ("testimony.txt", None),
+        ("values.txt", None),
+        ("my-train.txt", None),
+    ],
+)
+def test_names_of_splits(name: str, split: str | None) -> None:
+    assert split_named(name) == split
+
+
+def test_corpora_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, poems__a_txt="A", news__b_txt="B")
+    assert texts(find_source("poems", tmp_path)) == [(None, "A")]
+    monkeypatch.setenv("QKLAB_DATA", str(tmp_path))
+    assert texts(find_source("news")) == [(None, "B")]
+    with pytest.raises(DataError, match=r"no source 'peoms' \(did you mean 'poems'\?\)"):
+        find_source("peoms")
+    monkeypatch.setenv("QKLAB_DATA", str(tmp_path / "gone"))
+    with pytest.raises(DataError, match=r"folder of corpora .*gone does not exist"):
+        find_source("poems")
+    monkeypatch.delenv("QKLAB_DATA")
+    with pytest.raises(DataError, match=r"no source 'stdlb' \(did you mean 'stdlib'\?\)"):
+        find_source("stdlb")
+
+
+def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
+    write(tmp_path, dangling__a_txt="A")
+    (tmp_path / "dangling" / "b.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=r"b\.txt cannot be read: No such file"):
+        find_source(str(tmp_path / "dangling"))
+    for name in ("x" * 5000, "a\0b"):
+        with pytest.raises(DataError, match="there is no source"):
+            find_source(name)
+    write(tmp_path, empty__note_md="x", a_csv="x")
+    with pytest.raises(DataError, match=r"empty holds none of \.txt, \.jsonl, \.parquet \(each also with \.gz"):
+        find_source(str(tmp_path / "empty"))
+    with pytest.raises(DataError, match=r"a\.csv is none of"):
+        find_source(str(tmp_path / "a.csv"))
+
+
+def test_the_python_that_runs_this_is_a_corpus() -> None:
+    source = Stdlib()
+    found = list(source.documents())
+    assert found == list(Stdlib().documents())
+    size = sum(len(raw) for raw, _, _ in found)
+    assert 4e6 < size < 4e7
+    assert len(found) > 300
+    names = [row[0] for row in source.listing()]
+    assert "argparse.py" in names
+    assert not [name for name in names if "site-packages" in name or name.startswith("test/")]
+    assert any(b'The "if" statement' in raw.replace(b"\n", b" ") for raw, _, _ in found[-200:])
+
+
+def test_a_python_without_sources_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    with pytest.raises(DataError, match="keeps no library source"):
+        Stdlib()
+    (tmp_path / "a.py").write_bytes(b"# latin \xe9\n")
+    (tmp_path / "b.py").write_bytes(b"# fine\n")
+    assert next(Stdlib().documents()).raw == b"# fine\n"
+
+
+class Rows(list[dict[str, Any]]):
+    column_names = ("text",)
+    _fingerprint = "f1"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """A stand-in for `datasets` that knows two datasets; the list records what was asked for."""
+    asked: list[tuple[str, ...]] = []
+    rows = {key: Rows([{"text": f"{key} {i}"} for i in range(2)]) for key in ("train", "validation", "test")}
+
+    def load_dataset(*name: str) -> dict[str, Rows]:
+        asked.append(name)
+        if name in (("wiki", "small"), ("owner/wiki", "small")):
+            return rows
+        if name == ("owner/plain",):
+            return {"train": rows["train"]}
+        raise FileNotFoundError(f"no dataset {name}\nmore")
+
+    fake = types.ModuleType("datasets")
+    fake.__dict__["load_dataset"] = load_dataset
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    return asked
+
+
+def test_datasets_of_the_hub(hub: list[tuple[str, ...]]) -> None:
+    source = find_source("hf:wiki/small")
+    assert texts(source)[::2] == [("test", "test 0"), ("valid", "validation 0"), ("train", "train 0")]
+    assert source.splits == {"train", "valid", "test"}
+    assert texts(find_source("hf:owner/wiki/small")) == texts(source)
+    assert texts(find_source("hf:owner/plain")) == [(None, "train 0"), (None, "train 1")]
+    assert hub == [("wiki", "small"), ("owner/wiki", "small"), ("owner", "plain"), ("owner/plain",)]
+    with pytest.raises(DataError, match=r"hf:a/b cannot be loaded: no dataset \('a', 'b'\); no dataset \('a/b',\)\."):
+        find_source("hf:a/b")
+    with pytest.raises(DataError, match="is written hf:NAME/CONFIG"):
+        find_source("hf:")
+
+
+def test_a_dataset_without_text_is_told(hub: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Rows, "column_names", ("body",))
+    with pytest.raises(DataError, match=r"must have a column 'text', but its split .* has body"):
+        find_source("hf:wiki/small")
+
+
+def test_without_datasets_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match="through datasets, which is missing; pip install datasets"):
+        find_source("hf:wiki/small")
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"tokenizer": "bep"}, r"tokenizer must be 'bytes', 'bpe', 'gpt2' or 'gpt2:FOLDER' \(did you mean 'bpe'\?\)"),
+        ({"vocab": 256}, "vocab must be a whole number from 257"),
+        ({"valid": 0.6}, "valid must be a number from 0 to 0.5"),
+        ({"test": float("nan")}, "test must be a number from 0 to 0.5"),
+        ({"source": ""}, "source must be a file, a folder, 'stdlib'"),
+        ({"limit_bytes": 0}, "limit_bytes must be a whole number from 1"),
+    ],
+)
+def test_a_wrong_spec_is_one_sentence(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        DataSpec(**values)
+
+
+def test_a_spec_survives_json() -> None:
+    spec = DataSpec(source="a", tokenizer="gpt2:x", limit_bytes=5)
+    assert DataSpec.from_dict(spec.to_dict()) == spec
+    assert isinstance(find_source("stdlib"), Stdlib)

@@ -1,0 +1,292 @@
+"""The vocabulary loss against torch's own: values, gradients, error budgets, compilation, memory, refusals."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from qklab.ops.loss import IGNORED, api, linear_cross_entropy, reference, token_losses
+from qklab.testing.contracts import close, within_budget
+
+SHAPES = [(1, 4, 7), (5, 3, 11), (130, 16, 257), (300, 8, 64)]  # tokens, width, vocabulary
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several chunks, the last one shorter, already at these sizes."""
+    monkeypatch.setattr(api, "CHUNK_STEP", 4)
+    monkeypatch.setattr(api, "CHUNK_BYTES", {"cpu": 2**13, "cuda": 2**13})
+
+
+@pytest.fixture
+def plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Low-precision products on the CPU by torch's own loops: oneDNN's need instructions not every machine grants."""
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+
+
+def example(tokens: int, width: int, vocabulary: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    """x, weight and targets, every third of which is ignored from the second on."""
+    source = torch.Generator().manual_seed(7)
+    x = torch.randn(tokens, width, generator=source, dtype=torch.float64)
+    weight = torch.randn(vocabulary, width, generator=source, dtype=torch.float64)
+    targets = torch.randint(vocabulary, (tokens,), generator=source)
+    targets[1::3] = IGNORED
+    return x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
+
+
+def torch_loss(x: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
+    """The definition, written with all logits at once."""
+    z = F.linear(x, weight).flatten(0, -2)
+    z = z if z.dtype == torch.float64 else z.float()
+    counted = targets.flatten() != IGNORED
+    return F.cross_entropy(z, targets.flatten()) + z_loss * torch.logsumexp(z, 1)[counted].square().mean()
+
+
+def ours(x: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
+    return linear_cross_entropy(x, weight, targets, z_loss=z_loss)[0]
+
+
+def with_gradients(loss: Callable[..., Tensor], x: Tensor, weight: Tensor, *rest: Any) -> list[Tensor]:
+    value = loss(x, weight, *rest)
+    return [value.detach(), *torch.autograd.grad(value, (x, weight))]
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_loss_and_gradients_are_torchs(shape: tuple[int, int, int], z_loss: float) -> None:
+    x, weight, targets = example(*shape)
+    for actual, expected in zip(
+        with_gradients(ours, x, weight, targets, z_loss),
+        with_gradients(torch_loss, x, weight, targets, z_loss),
+        strict=True,
+    ):
+        close(actual, expected)
+    _, nll = linear_cross_entropy(x, weight, targets, z_loss=z_loss)
+    close(nll, torch_loss(x, weight, targets).detach())
+    assert not nll.requires_grad
+
+
+def test_gradcheck() -> None:
+    x, weight, targets = example(9, 3, 5)
+    assert torch.autograd.gradcheck(lambda x, weight: 3 * ours(x, weight, targets, 0.2), (x, weight))
+
+
+def test_large_logits_do_not_overflow() -> None:
+    x, weight, targets = example(6, 4, 9)
+    x = (1e4 * x).detach().requires_grad_()
+    for actual, expected in zip(
+        with_gradients(ours, x, weight, targets), with_gradients(torch_loss, x, weight, targets), strict=True
+    ):
+        close(actual, expected)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.usefixtures("plain_products")
+def test_errors_stay_within_the_budget(dtype: torch.dtype, autocast: bool) -> None:
+    x, weight, targets = example(200, 32, 301, dtype)
+    exact = with_gradients(torch_loss, x.double(), weight.double(), targets, 1e-2)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        low = with_gradients(torch_loss, x, weight, targets, 1e-2)
+        actual = with_gradients(ours, x, weight, targets, 1e-2)
+    for mine, other, true in zip(actual, low, exact, strict=True):
+        assert mine.dtype == other.dtype
+        within_budget(mine, other, true)
+
+
+@pytest.mark.usefixtures("plain_products")
+def test_under_autocast_the_matrix_gradient_is_not_rounded() -> None:
+    """dW goes back to the float32 matrix as it was summed; torch's own is rounded to bf16 on the way."""
+    x, weight, targets = example(40, 8, 21, torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _, _, dweight = with_gradients(ours, x, weight, targets)
+    assert dweight.dtype == torch.float32
+    assert not torch.equal(dweight, dweight.bfloat16().float())
+
+
+def test_gradients_are_found_only_where_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, targets = example(20, 4, 9)
+    asked = []
+    inner = reference.losses_and_gradients
+
+    def spy(*arguments: Any) -> Any:
+        asked.append(arguments[-2:])
+        return inner(*arguments)
+
+    monkeypatch.setattr(reference, "losses_and_gradients", spy)
+    full = with_gradients(ours, x, weight, targets)
+    close(torch.autograd.grad(ours(x, weight.detach(), targets), x)[0], full[1])
+    close(torch.autograd.grad(ours(x.detach(), weight, targets), weight)[0], full[2])
+    assert not ours(x.detach(), weight.detach(), targets).requires_grad
+    with torch.no_grad():
+        close(ours(x, weight, targets), full[0])
+    token_losses(x, weight, targets)
+    assert asked == [(True, True), (True, False), (False, True), (False, False), (False, False), (False, False)]
+
+
+def test_no_counted_target_gives_zero() -> None:
+    x, weight, targets = example(12, 4, 9)
+    for tokens in (12, 0):
+        some = x[:tokens].detach().requires_grad_()
+        nothing = with_gradients(ours, some, weight, torch.full_like(targets[:tokens], IGNORED), 0.1)
+        assert all(torch.equal(tensor, torch.zeros_like(tensor)) for tensor in nothing)
+        assert nothing[1].shape == some.shape
+
+
+def test_ignored_tokens_leave_no_trace() -> None:
+    x, weight, targets = example(30, 4, 9)
+    changed = torch.where((targets == IGNORED)[:, None], 1e3, x).detach().requires_grad_()
+    before, after = (with_gradients(ours, inputs, weight, targets) for inputs in (x, changed))
+    for a, b in zip(before, after, strict=True):
+        close(a, b)
+    assert not after[1][targets == IGNORED].any()
+
+
+def test_leading_shapes_are_free() -> None:
+    x, weight, targets = example(24, 4, 9)
+    flat = with_gradients(ours, x, weight, targets)
+    shaped = x.detach().unflatten(0, (2, 3, 4)).requires_grad_()
+    loss, dx, dweight = with_gradients(ours, shaped, weight, targets.unflatten(0, (2, 3, 4)))
+    for actual, expected in zip((loss, dx.flatten(0, 2), dweight), flat, strict=True):
+        close(actual, expected)
+    close(ours(x[0], weight, targets[0]), torch_loss(x[:1], weight, targets[:1]))
+
+
+def test_any_strides_are_welcome() -> None:
+    x, weight, targets = example(24, 4, 9)
+    spread = (x.detach().mT.contiguous().mT, weight.detach().repeat(1, 2)[:, 4:], targets.repeat_interleave(2)[::2])
+    assert not any(tensor.is_contiguous() for tensor in spread)
+    strided = with_gradients(ours, spread[0].requires_grad_(), spread[1].requires_grad_(), spread[2])
+    for actual, expected in zip(strided, with_gradients(ours, x, weight, targets), strict=True):
+        close(actual, expected)
+
+
+def test_token_losses_are_torchs() -> None:
+    x, weight, targets = example(50, 4, 9)
+    losses = token_losses(x.unflatten(0, (5, 10)), weight, targets.unflatten(0, (5, 10)))
+    close(losses, F.cross_entropy(F.linear(x, weight), targets, reduction="none").detach())
+    assert not losses.requires_grad
+    assert not losses[targets == IGNORED].any()
+
+
+def test_repeats_are_bit_equal() -> None:
+    x, weight, targets = example(130, 16, 257, torch.float32)
+    first, second = (with_gradients(ours, x, weight, targets, 0.1) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+
+
+def test_every_output_is_written() -> None:
+    """With all fresh memory full of NaN nothing changes."""
+    x, weight, targets = example(130, 16, 257)
+    before = with_gradients(ours, x, weight, targets)
+    torch.use_deterministic_algorithms(True)  # which also fills what torch.empty returns
+    try:
+        assert torch.empty(3).isnan().all()
+        after = with_gradients(ours, x, weight, targets)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(map(torch.equal, before, after))
+
+
+class Largest(TorchDispatchMode):
+    """The most elements any tensor made under this mode had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+def test_the_logits_of_all_tokens_never_exist() -> None:
+    x, weight, targets = example(400, 4, 500)
+    rows = api.chunk_rows(400, 500, x.dtype, x.device)
+    with torch.no_grad(), Largest() as largest:
+        reference.losses_and_gradients(x, weight, targets, IGNORED, 0.1, rows, True, True)
+    assert largest.elements == max(rows * 500, weight.numel())
+    assert largest.elements < 400 * 500 / 50
+
+
+@pytest.mark.parametrize(
+    ("tokens", "vocabulary", "rows"), [(1, 50_304, 128), (65_536, 50_304, 9472), (65_536, 100, 65_536), (0, 10, 128)]
+)
+def test_chunks_keep_to_their_bytes(monkeypatch: pytest.MonkeyPatch, tokens: int, vocabulary: int, rows: int) -> None:
+    monkeypatch.undo()
+    assert api.chunk_rows(tokens, vocabulary, torch.bfloat16, torch.device("cuda")) == rows
+
+
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, False)])
+def test_the_operators_keep_torchs_rules(needs: tuple[bool, bool]) -> None:
+    x, weight, targets = example(20, 4, 9)
+    x.requires_grad_(needs[0])
+    weight.requires_grad_(needs[1])
+    torch.library.opcheck(api._linear_cross_entropy, (x, weight, targets, 0.1, *needs, "reference"))
+    torch.library.opcheck(api._token_losses, (x.detach(), weight.detach(), targets, "reference"))
+
+
+def tied(weight: Tensor, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """A model of one matrix: embedded, bent, and read out by the same matrix, under autocast."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        x = torch.tanh(F.embedding(ids, weight))
+        loss, nll = linear_cross_entropy(x, weight, targets, z_loss=0.1)
+    return 2 * loss, nll
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+@pytest.mark.usefixtures("plain_products")
+def test_compiles_as_one_graph(backend: str) -> None:
+    _, weight, targets = example(60, 8, 33, torch.float32)
+    ids, targets = torch.arange(60).remainder(33).view(4, 15), targets.view(4, 15)
+    torch._dynamo.reset()
+    compiled = torch.compile(tied, fullgraph=True, backend=backend)
+    results = []
+    for call, matrix in ((tied, weight.detach().double().requires_grad_()), (tied, weight), (compiled, weight)):
+        loss, nll = call(matrix, ids, targets)
+        results.append([loss.detach(), nll, *torch.autograd.grad(loss, matrix)])
+    for true, eager, actual in zip(*results, strict=True):
+        within_budget(actual, eager, true)
+    losses = torch.compile(token_losses, fullgraph=True, backend="aot_eager")
+    x = weight.detach()[ids]
+    torch.testing.assert_close(losses(x, weight.detach(), targets), token_losses(x, weight.detach(), targets))
+
+
+REFUSED = {
+    "x must have shape [..., d] and weight [vocabulary, d], but x [6, 4] and weight [9, 3] came": {"weight": (9, 3)},
+    "targets must be int64 of shape [6], one per token of x, but torch.int64 [5] came": {"targets": (5,)},
+    "targets must be int64 of shape [6], one per token of x, but torch.int32 [6] came": {"targets": torch.int32},
+    "must be floating-point tensors, of one dtype outside autocast, but torch.float32 and": {"x": torch.float32},
+    "must be floating-point tensors, of one dtype outside autocast, but torch.int64 and": {"x": torch.int64},
+    "x, weight and targets must be on one device, but cpu, meta and cpu came": {"weight": "meta"},
+    "targets must be from 0 to 8, or -100 for none, but 9 came": {"target": 9},
+    "targets must be from 0 to 8, or -100 for none, but -1 came": {"target": -1},
+    "impl must be one of 'auto', 'reference', 'triton', but 'cuda' came": {"impl": "cuda"},
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+@pytest.mark.parametrize("operation", [linear_cross_entropy, token_losses])
+def test_what_does_not_fit_is_refused(operation: Callable[..., Any], sentence: str) -> None:
+    x, weight, targets = (tensor.detach() for tensor in example(6, 4, 9))
+    tensors = {"x": x, "weight": weight, "targets": targets}
+    impl: Any = "auto"
+    for name, change in REFUSED[sentence].items():
+        if name == "impl":
+            impl = change
+        elif name == "target":
+            targets[2] = change
+        elif isinstance(change, tuple):
+            tensors[name] = tensors[name].new_zeros(change)
+        else:
+            tensors[name] = tensors[name].to(change)
+    with pytest.raises(ValueError) as caught:
+        operation(**tensors, impl=impl)
+    assert sentence in str(caught.value)

@@ -28,10 +28,9 @@ from qklab.data.shards import Corpus
 from qklab.model.decoder import Decoder
 from qklab.runs.directory import RunDirectory
 from qklab.train.launch import concrete, train
-from qklab.train.loop import Trainer
 from qklab.train.machine import Machine
-from qklab.train.progress import Silent
 from qklab.train.spec import ExecutionSpec, RunSpec, resolve
+from qklab.train.trainer import Trainer
 
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bf16 FLOP/s, NVIDIA's data sheets
 GATE = {"bf16": 0.02, "fp32": 2e-3}  # nats
@@ -130,18 +129,17 @@ def gate(plain: list[float], own: list[float], precision: str) -> float:
 
 def profile(spec: RunSpec, execution: ExecutionSpec, corpus: Corpus, machine: Machine) -> dict[str, Any]:
     """Milliseconds of a step by kind of kernel, and the slowest kernels."""
-    with tempfile.TemporaryDirectory() as scratch:
-        trainer = Trainer(spec, execution, corpus, machine, RunDirectory(scratch), "profile", Silent())
-        batches = Batches(trainer.order, 0, 0, 1, machine.device)
-        for _ in range(5):
+    trainer = Trainer(spec, execution, corpus, machine)
+    batches = Batches(trainer.order, 0, 0, 1, machine.device)
+    for _ in range(5):
+        trainer.step(next(batches), 1e-4)
+    steps = 5
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as recorded:
+        for _ in range(steps):
             trainer.step(next(batches), 1e-4)
-        steps = 5
-        activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities) as recorded:
-            for _ in range(steps):
-                trainer.step(next(batches), 1e-4)
-            torch.cuda.synchronize()
-        batches.close()
+        torch.cuda.synchronize()
+    batches.close()
     kernels: dict[str, float] = defaultdict(float)
     spans: list[tuple[float, float]] = []
     for event in recorded.events() or []:

@@ -14,9 +14,9 @@ from qklab.model.decoder import Decoder
 from qklab.model.recipes import recipe
 from qklab.runs.directory import RunDirectory
 from qklab.train.launch import told, train
-from qklab.train.trained import load, sample
 from qklab.train.progress import Terminal
 from qklab.train.spec import resolve
+from qklab.train.trained import load, sample
 
 WIDTH, HEADS, TOKENS = 512, 8, 48
 PROMPT = "def "

@@ -11,18 +11,18 @@ from tiny import Settings, tiny
 
 from qklab.runs import RunDirectory
 from qklab.train.launch import train
-from qklab.train.trained import load
 from qklab.train.spec import ExecutionSpec, RunSpec
+from qklab.train.trained import load
 
 
 def rank_of(rank: int, world: int, port: int, spec: RunSpec, execution: ExecutionSpec, folder: Path, stop: int) -> None:
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"})
     if stop:
-        from qklab.train.loop import Trainer
+        from qklab.train.loop import Loop
 
-        plain = Trainer.stopping
-        Trainer.stopping = lambda self, request: plain(self, request) or self.state.step == stop  # pyright: ignore[reportAttributeAccessIssue]
+        plain = Loop.stopping
+        Loop.stopping = lambda self, request: plain(self, request) or self.state.step == stop  # pyright: ignore[reportAttributeAccessIssue]
     train(spec, folder, execution)
 
 

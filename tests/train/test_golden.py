@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from golden import ARMS, FOLDER, curve
 
 # Rounding differs between processors and versions of torch and grows with the steps; a changed formula shows far above.

@@ -13,8 +13,9 @@ from tiny import Settings, tiny
 from qklab.runs import MetricsFile, RunDirectory
 from qklab.train import launch
 from qklab.train.launch import train
-from qklab.train.loop import Trainer
+from qklab.train.loop import Loop
 from qklab.train.spec import ExecutionSpec, RunSpec
+from qklab.train.trainer import Trainer
 
 
 def die() -> None:
@@ -49,16 +50,16 @@ POINTS: dict[str, tuple[Any, str, int, bool]] = {
     "after the first step": (Trainer, "step", 1, False),
     "in the second step, before the update": ("optimiser", "step", 2, True),
     "in the second step, after the update": ("optimiser", "step", 2, False),
-    "between update and record": (Trainer, "record_step", 3, True),
-    "after a record": (Trainer, "record_step", 4, False),
+    "between update and record": (Loop, "record_step", 3, True),
+    "after a record": (Loop, "record_step", 4, False),
     "in the middle of a line": (MetricsFile, "append", 6, True),
     "before the first evaluation": (Trainer, "evaluate", 1, True),
     "after the first evaluation": (Trainer, "evaluate", 1, False),
     "in the second evaluation": ("evaluate", "sum", 9, True),
-    "before a probe": (Trainer, "take_probe", 1, True),
-    "after a probe": (Trainer, "take_probe", 2, False),
-    "before the first checkpoint": (Trainer, "save", 1, True),
-    "after the second checkpoint": (Trainer, "save", 2, False),
+    "before a probe": (Loop, "take_probe", 1, True),
+    "after a probe": (Loop, "take_probe", 2, False),
+    "before the first checkpoint": (Loop, "save", 1, True),
+    "after the second checkpoint": (Loop, "save", 2, False),
     "while a checkpoint's file is flushed": (os, "fsync", 9, True),
     "between write and rename of the first checkpoint": (Path, "rename", 1, True),
     "after the rename of the first checkpoint": (Path, "rename", 1, False),
@@ -66,7 +67,7 @@ POINTS: dict[str, tuple[Any, str, int, bool]] = {
     "while an old checkpoint is deleted": (Path, "rename", 5, False),
     "at the last step": (Trainer, "step", 12, True),
     "after the last step": (Trainer, "step", 12, False),
-    "at the last checkpoint": (Trainer, "save", 5, True),
+    "at the last checkpoint": (Loop, "save", 5, True),
     "in the final evaluation": (Trainer, "evaluate", 4, True),
     "between the final evaluations": (Trainer, "evaluate", 5, True),
     "before the summary": (RunDirectory, "write", 2, True),

@@ -16,10 +16,12 @@ from tiny import Settings
 from qklab.data import DataSpec, prepare
 from qklab.runs import RunDirectory, RunError
 from qklab.schema import SpecError
-from qklab.train.launch import asked, told, train, unigram_loss
-from qklab.train.trained import load, sample
-from qklab.train.loop import Trainer
+from qklab.train.finish import unigram_loss
+from qklab.train.launch import asked, told, train
+from qklab.train.loop import Loop
 from qklab.train.spec import ExecutionSpec, RunSpec, resolve
+from qklab.train.trained import load, sample
+from qklab.train.trainer import Trainer
 
 
 def losses(folder: Path) -> list[float]:
@@ -158,7 +160,7 @@ def test_options_train_and_resume_bit_equal(
 ) -> None:
     spec, execution = settings(**changes)
     train(spec, tmp_path / "whole", execution)
-    monkeypatch.setattr(Trainer, "stopping", lambda self, stop: self.state.step == 7)
+    monkeypatch.setattr(Loop, "stopping", lambda self, stop: self.state.step == 7)
     assert train(spec, tmp_path / "parts", execution).status == "interrupted"
     monkeypatch.undo()
     assert train(spec, tmp_path / "parts", execution).status == "finished"
@@ -187,7 +189,7 @@ def to_the_end(spec: RunSpec, execution: ExecutionSpec, folder: Path) -> None:
 
 
 def until_seven(spec: RunSpec, execution: ExecutionSpec, folder: Path) -> None:
-    Trainer.stopping = lambda self, stop: self.state.step == 7
+    Loop.stopping = lambda self, stop: self.state.step == 7
     train(spec, folder, execution)
 
 
@@ -252,7 +254,7 @@ def test_a_corpus_that_changed_under_a_run_is_refused(settings: Settings, tmp_pa
     spec, execution = settings(**changes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QKLAB_CACHE", str(tmp_path / "cache"))
-        patch.setattr(Trainer, "stopping", lambda self, stop: True)
+        patch.setattr(Loop, "stopping", lambda self, stop: True)
         assert train(spec, tmp_path / "run", execution).status == "interrupted"
         patch.undo()
         patch.setenv("QKLAB_CACHE", str(tmp_path / "cache"))
@@ -273,7 +275,7 @@ def test_another_tokenizer_is_refused(settings: Settings, tmp_path: Path) -> Non
     spec, execution = settings(corpus={"source": str(tmp_path / "link")}, model={"vocab": 320})
     (tmp_path / "link").symlink_to(prepared[0].folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "stopping", lambda self, stop: True)
+        patch.setattr(Loop, "stopping", lambda self, stop: True)
         train(spec, tmp_path / "run", execution)
     (tmp_path / "link").unlink()
     (tmp_path / "link").symlink_to(prepared[1].folder)

@@ -12,7 +12,7 @@ __all__ = ["ExecutionSpec", "Outcome", "RunSpec", "load", "resolve", "sample", "
 
 
 def __getattr__(name: str) -> Any:
-    """What needs torch.distributed is imported when it is first asked for: it would double the start of every command."""
+    """What needs torch.distributed is imported when first asked for: it would double the start of every command."""
     from importlib import import_module
 
     if name in ("Outcome", "train"):

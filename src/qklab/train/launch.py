@@ -1,7 +1,5 @@
 """From a spec and a folder to a finished run: prepare, open or resume, train, evaluate, sum up."""
 
-import resource
-import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -10,29 +8,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from qklab.data.prepare import prepare
-from qklab.data.shards import Corpus, Split
+from qklab.data.shards import Corpus
 from qklab.runs.directory import RunDirectory, RunError
 from qklab.runs.environment import commit, environment
 from qklab.runs.files import reason
 from qklab.runs.metrics import MetricsFile
 from qklab.runs.sinks import Sinks
-from qklab.schema import shown
-from qklab.train.checkpoint import CheckpointError
-from qklab.train.loop import Status, Trainer
+from qklab.train.checkpoint import CheckpointError, Checkpoints
+from qklab.train.finish import InterruptedEvaluationError, final_evaluations, summed_up
+from qklab.train.loop import Loop, Status
 from qklab.train.machine import Machine, guard_bf16
 from qklab.train.progress import Display, Silent, duration
+from qklab.train.same import flat, other_setting, refuse_other_data, refuse_other_spec
 from qklab.train.signals import StopRequest
 from qklab.train.spec import ExecutionSpec, RunSpec, merged, read_toml, resolve
+from qklab.train.trainer import Trainer
 
 EXIT_CODES: dict[Status, int] = {"finished": 0, "diverged": 3, "interrupted": 75}
-
-
-class InterruptedEvaluationError(Exception):
-    """Someone asked to stop during the final evaluation; the last checkpoint is already there."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +58,6 @@ def asked(values: dict[str, Any], file: Path | None, folder: Path | None) -> tup
 def rename(name: str) -> str:
     """Where a setting of the command line stands in a resolved run."""
     return f"model.{name}" if name.startswith("attention.") else name
-
-
-def other_setting(directory: RunDirectory, name: str, old: Any, new: Any) -> str:
-    return (
-        f"{directory.path} holds a run with {name}={shown(old)}, but {shown(new)} came; "
-        "choose another folder with --run, or leave the setting out to continue this one."
-    )
 
 
 def default_folder(spec: RunSpec) -> Path:
@@ -141,8 +129,9 @@ def run_in(
     if old is None and machine.main:
         corpus.tokenizer.save(directory.path / "tokenizer.json")
         directory.write("run.json", record)
-    trainer = Trainer(spec, execution, corpus, machine, directory, record["id"], display)
-    found = trainer.checkpoints.newest()
+    trainer = Trainer(spec, execution, corpus, machine)
+    checkpoints = Checkpoints(directory.checkpoints_path, execution.keep, run=record["id"], say=display.say)
+    found = checkpoints.newest()
     if found is not None:
         trainer.restore(found)
         display.say(f"resuming {directory.path} at step {found.step}.")
@@ -154,7 +143,7 @@ def run_in(
                 metrics.append({"kind": "resume", "step": trainer.state.step, "ranks": machine.world})
             names = [name.strip() for name in (execution.sinks or "").split(",") if name.strip()]
             sinks = Sinks(names, directory.path, directory.path.name, spec.to_dict(), display.say)
-        return carried_out(trainer, metrics, sinks, directory, display)
+        return carried_out(Loop(trainer, checkpoints, directory, metrics, sinks, display))
     finally:
         if sinks is not None:
             sinks.close()
@@ -162,91 +151,32 @@ def run_in(
             metrics.close()
 
 
-def carried_out(
-    trainer: Trainer, metrics: MetricsFile | None, sinks: Sinks | None, directory: RunDirectory, display: Display
-) -> Outcome:
-    began = time.perf_counter()
+def carried_out(loop: Loop) -> Outcome:
+    began, folder = time.perf_counter(), loop.directory.path
     with StopRequest() as stop:
         try:
-            status = trainer.run(stop, metrics, sinks)
-            trainer.checkpoints.wait()
-            results = final_evaluations(trainer, stop, display) if status == "finished" else {}
+            status = loop.run(stop)
+            loop.checkpoints.wait()
+            results = final_evaluations(loop, stop) if status == "finished" else {}
         except InterruptedEvaluationError:
             status, results = "interrupted", {}
         except BaseException:
             with suppress(CheckpointError):  # an error is already on its way
-                trainer.checkpoints.wait()
+                loop.checkpoints.wait()
             raise
     if status == "interrupted":
-        display.say(
-            f"stopped by {stop.came or 'another rank'} at step {trainer.state.step}, everything is saved; "
-            f"the same command continues {directory.path}."
+        loop.display.say(
+            f"stopped by {stop.came or 'another rank'} at step {loop.state.step}, everything is saved; "
+            f"the same command continues {folder}."
         )
-        return Outcome(status, directory.path, None)
-    summary = summed_up(trainer, status, results, time.perf_counter() - began)
+        return Outcome(status, folder, None)
+    summary = summed_up(loop, status, results, time.perf_counter() - began)
     for split, result in results.items():
-        trainer.record({"kind": "final", "split": split} | result)
-    if metrics is not None:
-        metrics.flush()
-        directory.write("summary.json", summary)
-    return Outcome(status, directory.path, summary)
-
-
-def final_evaluations(trainer: Trainer, stop: StopRequest, display: Display) -> dict[str, dict[str, Any]]:
-    """The whole of validation and test."""
-    results = {}
-    for split in trainer.windows:
-
-        def tick(done: float, split: str = split) -> None:
-            if stop.came is not None and trainer.machine.world == 1:
-                raise InterruptedEvaluationError
-            display.show(1.0, f"final evaluation on all of {split}: {done:.0%}")
-
-        with trainer.timed("evaluation"):
-            results[split] = trainer.evaluate(split, None, tick).to_dict()
-        results[split]["unigram_loss"] = unigram_loss(trainer.corpus, split)
-    return results
-
-
-def unigram_loss(corpus: Corpus, split: str) -> float:
-    """Nats per token on `split` of the best model without context: train's token frequencies, one added to each."""
-
-    def counts(of: Split) -> np.ndarray:
-        total = np.zeros(corpus.tokenizer.vocab, np.int64)
-        for start in range(0, of.tokens, 1 << 24):
-            piece = of.read(start, min(of.tokens, start + (1 << 24)))
-            total += np.bincount(piece, minlength=len(total))
-        return total
-
-    train, test = counts(corpus.splits["train"]) + 1, counts(corpus.splits[split])
-    return float(-(test * np.log(train / train.sum())).sum() / test.sum())
-
-
-def summed_up(trainer: Trainer, status: Status, results: dict[str, Any], wall: float) -> dict[str, Any]:
-    spec, state = trainer.spec, trainer.state
-    tokens = state.step * spec.tokens_per_step
-    return {
-        "status": status,
-        "steps": state.step,
-        "tokens": tokens,
-        "evaluation": results,
-        "best": {"validation_loss": state.best, "step": state.best_step},
-        "skipped_steps": state.skipped,
-        "parameters": spec.model.parameters(),
-        "training_flops": state.step * spec.flops_per_step,
-        "cache_bytes_per_token": spec.model.cache_bytes(1),
-        "seconds": state.seconds,
-        "tokens_per_second": trainer.tokens_per_second(),
-        "peak_memory_bytes": peak_memory(trainer.machine),
-        "seconds_of_last_process": {"all": wall} | trainer.spent,
-    }
-
-
-def peak_memory(machine: Machine) -> int:
-    """Of the device's allocator on a GPU, of the process on a CPU."""
-    if machine.device.type == "cuda":
-        return torch.cuda.max_memory_allocated(machine.device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        loop.record({"kind": "final", "split": split} | result)
+    if loop.metrics is not None:
+        loop.metrics.flush()
+        loop.directory.write("summary.json", summary)
+    return Outcome(status, folder, summary)
 
 
 def opened(spec: RunSpec, machine: Machine, data: Path | None, say: Callable[[str], None]) -> Corpus:
@@ -271,35 +201,6 @@ def new_record(spec: RunSpec, corpus: Corpus, machine: Machine) -> dict[str, Any
         "data": {"folder": str(corpus.folder), "hash": corpus.hash, "tokenizer": corpus.tokenizer.hash},
         "environment": environment(machine.describe()),
     }
-
-
-def refuse_other_spec(directory: RunDirectory, old: dict[str, Any], spec: RunSpec) -> None:
-    new = flat(spec.to_dict())
-    before = flat(old)
-    for name in sorted(before.keys() | new.keys()):
-        if before.get(name) != new.get(name):
-            raise RunError(other_setting(directory, name, before.get(name), new.get(name)))
-
-
-def refuse_other_data(directory: RunDirectory, old: dict[str, Any], corpus: Corpus) -> None:
-    if old["tokenizer"] != corpus.tokenizer.hash:
-        raise RunError(
-            f"{directory.path} was trained with another tokenizer ({old['tokenizer'][:12]}…) than {corpus.folder} has "
-            f"({corpus.tokenizer.hash[:12]}…); restore the corpus it began with or start a new run."
-        )
-    if old["hash"] != corpus.hash:
-        raise RunError(
-            f"the corpus changed under {directory.path}: it began with {old['hash'][:12]}… and {corpus.folder} is now "
-            f"{corpus.hash[:12]}…; restore the corpus it began with or start a new run."
-        )
-
-
-def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted name."""
-    result: dict[str, Any] = {}
-    for name, value in values.items():
-        result |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return result
 
 
 def told(outcome: Outcome) -> str:

@@ -1,0 +1,193 @@
+"""What can be done to a model in training: a step, an evaluation, a probe, a snapshot. When, is the loop's business."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from qklab.data.batches import Batch, EvaluationWindows
+from qklab.data.order import Order
+from qklab.data.shards import Corpus
+from qklab.model.decoder import Decoder
+from qklab.model.initialise import seed_of
+from qklab.optim.optimiser import Optimiser
+from qklab.train.checkpoint import Found, Snapshot
+from qklab.train.evaluate import Evaluation, evaluate
+from qklab.train.machine import Machine
+from qklab.train.objective import Objective, named_weights
+from qklab.train.parallel import accumulating, distribute, gradient_norm, settle
+from qklab.train.probe import Probe
+from qklab.train.spec import ExecutionSpec, RunSpec
+
+
+@dataclass
+class State:
+    """How far a run is: saved with every checkpoint."""
+
+    step: int = 0  # steps done
+    seconds: float = 0.0  # spent in training steps, the first of each process left out: it compiles and warms up
+    timed_steps: int = 0
+    skipped: int = 0  # steps whose loss or gradient was not finite
+    best: float | None = None  # lowest validation loss
+    best_step: int | None = None
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A step under way: its loss and gradient norm are known once the device has got that far."""
+
+    step: int
+    lr: float
+    outcome: Tensor  # [2] on the host
+    arrived: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, step: int, lr: float, outcome: Tensor) -> "Flight":
+        if not outcome.is_cuda:
+            return cls(step, lr, outcome, None)
+        host = torch.empty(2, dtype=outcome.dtype, pin_memory=True).copy_(outcome, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return cls(step, lr, host, arrived)
+
+    def values(self) -> tuple[float, float]:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        nats, norm = self.outcome.tolist()
+        return nats, norm
+
+
+class Trainer:
+    """One run's model, optimiser and data on one rank."""
+
+    def __init__(self, spec: RunSpec, execution: ExecutionSpec, corpus: Corpus, machine: Machine):
+        self.spec, self.execution, self.corpus, self.machine = spec, execution, corpus, machine
+        self.bf16 = spec.precision == "bf16"
+        self.state = State()
+        with torch.device("cpu"):
+            decoder = Decoder(spec.model, seed=spec.seed)
+        self.objective = Objective(decoder.to(machine.device), spec.z_loss)
+        self.call = distribute(self.objective, execution, machine, self.bf16)
+        self.optimiser = Optimiser(spec.optimiser, decoder)
+        packed = spec.batch.packing == "packed"
+        self.order = Order(
+            corpus.splits["train"], spec.seed, spec.batch.sequences, spec.model.context, spec.batch.packing
+        )
+        self.windows = {
+            name: EvaluationWindows(split, spec.model.context, corpus.tokenizer.eot, packed)
+            for name, split in corpus.splits.items()
+            if name != "train" and split.tokens
+        }
+        self.probe = self.new_probe()
+
+    @property
+    def decoder(self) -> Decoder:
+        return self.objective.decoder
+
+    def new_probe(self) -> Probe:
+        """The probe's fixed batch: the first validation windows, cut short."""
+        wanted, name = self.spec.evaluation, "valid" if "valid" in self.windows else next(iter(self.windows))
+        windows = self.windows[name]
+        batch = windows.batch(windows.chosen(None)[: wanted.probe_rows])
+        cut = min(wanted.probe_tokens, self.spec.model.context)
+        return Probe(batch.ids[:, :cut], None if batch.segments is None else batch.segments[:, :cut])
+
+    def step(self, batch: Batch, lr: float) -> "Flight":
+        """Forward, backward and update on one global batch; nothing changes if loss or gradient is not finite."""
+        if self.spec.model.dropout:
+            torch.manual_seed(seed_of(self.spec.seed, f"dropout/{self.state.step}/{self.machine.rank}"))
+        rows = min(self.execution.rows or len(batch.ids), len(batch.ids))
+        parts = batch.parts(rows)
+        total = torch.zeros((), device=self.machine.device, dtype=torch.float32)
+        for number, part in enumerate(parts):
+            with accumulating(self.call, last=number == len(parts) - 1):
+                with torch.autocast(self.machine.device.type, torch.bfloat16, enabled=self.bf16):
+                    loss, nll = self.call(*part)
+                share = len(part.ids) / len(batch.ids)
+                (loss * share).backward()
+                total += nll * share
+        parameters = list(self.decoder.parameters())
+        norm = gradient_norm(parameters)
+        outcome = self.shared(total, norm)
+        wrong = 1.0 - outcome.isfinite().all().float()
+        waits = not self.deferred
+        if not (waits and wrong.item()):
+            if self.spec.optimiser.clip:
+                nn.utils.clip_grads_with_norm_(parameters, self.spec.optimiser.clip, norm)
+            self.optimiser.step(lr, skip=None if waits else wrong)
+        self.optimiser.zero_grad()
+        self.state.step += 1
+        return Flight.of(self.state.step, lr, outcome)
+
+    @property
+    def deferred(self) -> bool:
+        """Whether the host goes on to the next step before it knows how this one went; the device then skips a bad
+        update by itself, which fused AdamW can and Muon cannot."""
+        return self.machine.device.type == "cuda" and self.spec.optimiser.kind == "adamw" and not self.sharded
+
+    def shared(self, nats: Tensor, norm: Tensor) -> Tensor:
+        """The loss averaged over ranks, and the norm, which is the same on all: [2] on the device."""
+        pair = torch.stack([nats.double(), norm.double()])
+        if self.machine.world > 1:
+            dist.all_reduce(pair)
+            pair = pair / self.machine.world
+        return pair
+
+    def evaluate(self, split: str, tokens: int | None, tick: Callable[[float], None] = lambda done: None) -> Evaluation:
+        rows = self.execution.rows or max(1, min(self.spec.batch.sequences // self.machine.world, 64))
+        result = evaluate(
+            self.objective,
+            self.windows[split],
+            self.corpus.tokenizer.byte_lengths,
+            self.machine,
+            tokens=tokens,
+            rows=rows,
+            bf16=self.bf16,
+            tick=tick,
+        )
+        settle(self.objective)
+        return result
+
+    def take_probe(self) -> dict[str, Any]:
+        """Attention on the probe batch."""
+        return self.probe.measure(whole(self.decoder) if self.sharded else self.decoder)
+
+    @property
+    def sharded(self) -> bool:
+        return self.machine.world > 1 and self.execution.parallel == "fsdp"
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that training continues from, by name; the tensors themselves."""
+        model = {f"model.{name}": tensor.detach() for name, tensor in named_weights(self.decoder)}
+        return model | {f"optimiser.{name}": tensor for name, tensor in self.optimiser.tensors().items()}
+
+    def snapshot(self) -> Snapshot:
+        """Everything that training continues from. Random numbers need no state: each step's follow from (seed, step,
+        rank)."""
+        probe = {f"probe.{name}": tensor for name, tensor in self.probe.state().items()}
+        state = asdict(self.state) | {"validation_loss": self.state.best, "seed": self.spec.seed}
+        return Snapshot(self.state.step, self.tensors() | probe, state)
+
+    def restore(self, found: Found) -> None:
+        """Continue from a checkpoint."""
+        self.optimiser.materialise()
+        probe = found.tensors("probe.")
+        found.load_into(self.tensors() | probe)
+        self.probe.restore({name.removeprefix("probe."): tensor for name, tensor in probe.items()})
+        fields = State.__dataclass_fields__
+        self.state = State(**{name: value for name, value in found.state.items() if name in fields})
+
+
+@torch.no_grad()
+def whole(sharded: Decoder) -> Decoder:
+    """A copy of a sharded model with plain parameters, on every rank."""
+    device = next(sharded.parameters()).device
+    plain = Decoder(sharded.spec, seed=0).to(device)
+    for name, tensor in named_weights(sharded):
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        dict(named_weights(plain))[name].copy_(full)
+    return plain

@@ -1,0 +1,91 @@
+"""On a GPU: packed rows through FlexAttention, bad steps skipped without waiting, runs that go on."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import Settings
+from torch._inductor.compile_fx import compile_fx
+
+from qklab.model import Decoder, recipe
+from qklab.runs import RunDirectory
+from qklab.testing.contracts import within_budget
+from qklab.train.launch import train
+from qklab.train.loop import Loop
+from qklab.train.trainer import Trainer
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+ARMS: dict[str, dict[str, Any]] = {
+    "standard": {},
+    "gqa": {"kv_heads": 2},
+    "k=v": {"share": "k=v", "kv_heads": 2},
+    "leapfrog": {"coupling": {"kind": "leapfrog"}, "norm": "qk"},
+    "differential": {"mix": "differential"},
+    "differential-v2": {"mix": "differential-v2"},
+    "mla": {"latent": {"query_rank": 64, "kv_rank": 32, "rope_width": 16}},
+    "asymmetry": {"share": "q=k", "asymmetry_2d": True},
+    "odd width": {"head_width": 24},
+}
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_packed_rows_compiled_for_a_gpu_are_those_of_the_dense_mask(arm: str) -> None:
+    model = Decoder(recipe("nano", layers=2, vocab=320, **ARMS[arm]), seed=0).cuda()
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(320, (3, 256), generator=generator).cuda()
+    segments = (torch.rand(3, 256, generator=generator) < 0.02).cumsum(1).cuda()
+    graphs: list[str] = []
+
+    def kept(graph: Any, inputs: Any) -> Any:
+        graphs.append(str(graph.graph))
+        return compile_fx(graph, inputs)
+
+    def run(call: Any, autocast: bool) -> list[torch.Tensor]:
+        model.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            logits = call(ids, segments=segments)
+        (logits.double() ** 2).mean().backward()
+        return [logits.detach().clone(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    compiled = run(torch.compile(model, backend=kept, dynamic=False), autocast=True)
+    low = run(model, autocast=True)
+    exact = run(model.double(), autocast=False)
+    assert ("flex_attention" in "".join(graphs)) == (arm != "asymmetry")
+    for actual, other, true in zip(compiled, low, exact, strict=True):
+        within_budget(actual, other, true)
+
+
+def test_a_run_on_a_gpu_goes_on_where_it_stopped(settings: Settings, tmp_path: Path) -> None:
+    changes = {"execution": {"device": "cuda", "compile": "no", "checkpoint_steps": 5}}
+    spec, execution = settings(**changes)
+    train(spec, tmp_path / "whole", execution)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loop, "stopping", lambda self, stop: self.state.step == 7)
+        assert train(spec, tmp_path / "parts", execution).status == "interrupted"
+    assert train(spec, tmp_path / "parts", execution).status == "finished"
+    whole, parts = ([r["loss"] for r in RunDirectory(tmp_path / n).metrics("train")] for n in ("whole", "parts"))
+    assert len(parts) == 12
+    assert parts == pytest.approx(whole, abs=1e-3)
+
+
+def test_a_bad_step_is_skipped_by_the_device_itself(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, execution = settings(execution={"device": "cuda", "compile": "no"}, max_skips=3)
+    plain, before = Trainer.shared, {}
+
+    def shared(self: Trainer, nats: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+        step = self.state.step + 1
+        before[step] = self.decoder.embed.weight.detach().clone()
+        return plain(self, nats * math.nan if step in (3, 6) else nats, norm)
+
+    monkeypatch.setattr(Trainer, "shared", shared)
+    outcome = train(spec, tmp_path / "run", execution)
+    assert outcome.summary is not None
+    assert outcome.summary["skipped_steps"] == 2
+    assert torch.equal(before[3], before[4])
+    assert not torch.equal(before[4], before[5])
+    assert [r["step"] for r in RunDirectory(tmp_path / "run").metrics("train")] == list(range(1, 13))

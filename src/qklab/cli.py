@@ -59,13 +59,13 @@ class Train(RunChoices):
 
     Args:
         file: a TOML file with the settings
-        run: the run directory; if a run is there it is continued
+        out: the run directory; if a run is there it is continued
         data: where corpora are looked for by name; by default $QKLAB_DATA
         quiet: show no progress
     """
 
     file: Positional[Path | None] = None
-    run: Path | None = None
+    out: Path | None = None
     data: Path | None = None
     quiet: bool = False
 
@@ -76,9 +76,9 @@ def run_train(flags: Any) -> int:
     from qklab.train.progress import Terminal
 
     values = chosen(flags)
-    file, run, data, quiet = (values.pop(name, None) for name in ("file", "run", "data", "quiet"))
-    spec, execution = launch.asked(values, file, run)
-    outcome = launch.train(spec, run, execution, data=data, display=None if quiet else Terminal())
+    file, out, data, quiet = (values.pop(name, None) for name in ("file", "out", "data", "quiet"))
+    spec, execution = launch.asked(values, file, out)
+    outcome = launch.train(spec, out, execution, data=data, display=None if quiet else Terminal())
     if int(os.environ.get("RANK", 0)) == 0:
         print(launch.told(outcome))
     return launch.EXIT_CODES[outcome.status]
@@ -202,8 +202,12 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         chosen = tyro.cli(either, prog="qklab", description="Attention, between Q and K.", args=arguments)
         code = next(run for flags, run in COMMANDS.values() if isinstance(chosen, flags))(chosen)
     except ValueError as error:
-        print(f"qklab: {error}", file=sys.stderr)
+        if int(os.environ.get("RANK", 0)) == 0:  # of many ranks one speaks
+            print(f"qklab: {error}", file=sys.stderr)
         code = 2
+    except KeyboardInterrupt:
+        print("qklab: stopped at once; what was saved before is still there.", file=sys.stderr)
+        code = 130
     except BrokenPipeError:  # the reader, e.g. `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0

@@ -1,6 +1,7 @@
 """Specs as command-line flags, and back."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
@@ -67,10 +68,11 @@ def attention_spec(flags: Any) -> AttentionSpec:
     return AttentionSpec.from_dict(chosen | {"heads": flags.heads})
 
 
-def optional_flags(spec: type, **overrides: Any) -> type:
+def optional_flags(spec: type, elsewhere: Mapping[str, str] | None = None, /, **overrides: Any) -> type:
     """Flags for a spec's fields that all may be left out, so that a file or the defaults decide.
 
-    An override is another type for a field, or None to leave the field out.
+    An override is another type for a field, or None to leave the field out; `elsewhere` says what holds by default
+    where that is not the field's own default.
     """
     types = get_type_hints(spec) | overrides
     made: list[tuple[str, Any, Any]] = []
@@ -79,7 +81,8 @@ def optional_flags(spec: type, **overrides: Any) -> type:
         if dataclasses.is_dataclass(kind) and isinstance(kind, type):
             made.append((field.name, kind, dataclasses.field(default=kind())))
         elif kind is not None:
-            made.append((field.name, optional(kind, field.default), dataclasses.field(default=None)))
+            default = (elsewhere or {}).get(field.name, field.default)
+            made.append((field.name, optional(kind, default), dataclasses.field(default=None)))
     made_class = dataclasses.make_dataclass(f"{spec.__name__}Choices", made, frozen=True)
     made_class.__doc__ = spec.__doc__
     return made_class
@@ -109,9 +112,12 @@ def chosen(flags: Any) -> dict[str, Any]:
 
 def run_flags() -> type:
     """Every field of a run as a flag, as in its TOML file: --model.recipe, --attention.share, --optimiser.lr, …"""
-    coupling = optional_flags(CouplingSpec, kind=Literal[("none", *get_args(CouplingKind))])
-    attention = optional_flags(AttentionSpec, width=None, coupling=coupling, latent=optional_flags(LatentSpec))
-    model = optional_flags(DecoderSpec, attention=None)
+    coupling = optional_flags(CouplingSpec, {"kind": "none"}, kind=Literal[("none", *get_args(CouplingKind))])
+    sized: dict[str, str] = dict.fromkeys(("heads", "position", "bias"), "the recipe's")
+    latent = optional_flags(LatentSpec)
+    attention = optional_flags(AttentionSpec, sized, width=None, coupling=coupling, latent=latent)
+    sized = dict.fromkeys(("width", "layers", "context", "mlp", "norm", "bias"), "the recipe's")
+    model = optional_flags(DecoderSpec, sized | {"vocab": "the tokenizer's"}, attention=None)
     recipe = [("recipe", optional(str, "nano"), dataclasses.field(default=None))]
     model = dataclasses.make_dataclass("ModelChoices", recipe, bases=(model,), frozen=True)
     model.__doc__ = "A recipe's name (nano, 51m, 60m, 124m, …) and changes to it."

@@ -36,8 +36,8 @@ def told(name: str, value: object, before: object) -> str:
     """ "name=value", or where both are specs only their fields that differ: "name.field=value"."""
     if not (isinstance(value, Spec) and isinstance(before, Spec)):
         return f"{name}={shown(value)}"
-    new, old = value.to_dict(), before.to_dict()
-    return ", ".join(f"{name}.{field}={shown(v)}" for field, v in new.items() if v != old[field])
+    pairs = [(field, getattr(value, field), getattr(before, field)) for field in value.to_dict()]
+    return ", ".join(told(f"{name}.{field}", new, old) for field, new, old in pairs if new != old)
 
 
 def suggestion(word: object, known: Iterable[object]) -> str:
@@ -163,7 +163,8 @@ class Spec:
                 object.__setattr__(self, name, value)
         broken = next((rule for rule in self.rules if rule.broken(self)), None)
         if broken is not None:
-            came = f"{broken.field}={shown(getattr(self, broken.field))}"
+            value = getattr(self, broken.field)
+            came = broken.field if isinstance(value, Spec) else f"{broken.field}={shown(value)}"
             nearest = self._nearest()
             changes = ", ".join(told(name, value, getattr(self, name)) for name, value in nearest.items())
             raise SpecError(

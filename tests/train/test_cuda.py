@@ -26,7 +26,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "differential": {"mix": "differential"},
     "differential-v2": {"mix": "differential-v2"},
     "mla": {"latent": {"query_rank": 64, "kv_rank": 32, "rope_width": 16}},
-    "asymmetry": {"share": "q=k", "asymmetry_2d": True},
+    "asymmetry": {"share": "q=k", "asymmetry_2d": True, "causal": False},
     "odd width": {"head_width": 24},
 }
 

@@ -274,6 +274,7 @@ def test_another_tokenizer_is_refused(settings: Settings, tmp_path: Path) -> Non
     ]
     spec, execution = settings(corpus={"source": str(tmp_path / "link")}, model={"vocab": 320})
     (tmp_path / "link").symlink_to(prepared[0].folder)
+    small, _ = settings(corpus={"source": str(tmp_path / "link")}, model={"vocab": 257})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Loop, "stopping", lambda self, stop: True)
         train(spec, tmp_path / "run", execution)
@@ -281,7 +282,12 @@ def test_another_tokenizer_is_refused(settings: Settings, tmp_path: Path) -> Non
     (tmp_path / "link").symlink_to(prepared[1].folder)
     with pytest.raises(RunError, match="was trained with another tokenizer"):
         train(spec, tmp_path / "run", execution)
-    small, _ = settings(corpus={"source": str(tmp_path / "link")}, model={"vocab": 257})
+    with pytest.raises(SpecError, match="was prepared with tokenizer='bpe', but 'bytes' came"):
+        settings(corpus={"source": str(tmp_path / "link")})
+    adopted, _ = resolve({"corpus": {"source": str(tmp_path / "link")}})
+    assert adopted.corpus.tokenizer == "bpe"
+    assert adopted.corpus.vocab == 300
+    assert adopted.model.vocab == 320
     with pytest.raises(RunError, match=r"a tokenizer of \d+ tokens, but the model has vocab=257"):
         train(small, tmp_path / "other", execution)
 
@@ -338,4 +344,4 @@ def refused_for_nobody(spec: RunSpec, execution: ExecutionSpec, folder: Path) ->
     try:
         train(spec, folder, execution)
     except RunError as error:
-        os._exit(42 if "cannot be written: permission denied; choose another with --run" in str(error) else 1)
+        os._exit(42 if "cannot be written: permission denied; choose another with --out" in str(error) else 1)

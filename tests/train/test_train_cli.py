@@ -49,7 +49,7 @@ def file(corpus_folder: Path, tmp_path: Path) -> Path:
 
 def test_flags_lie_over_the_file(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--optimiser.lr", "1e-3", "--attention.coupling.kind", "leapfrog", "--model.tied", "False", "--seed", "6"]
-    code, out, _ = run(capsys, "train", file, *flags, "--run", tmp_path / "run", "--quiet")
+    code, out, _ = run(capsys, "train", file, *flags, "--out", tmp_path / "run", "--quiet")
     assert code == 0
     assert "finished after 6 steps, 1,152 tokens" in out
     spec = RunDirectory(tmp_path / "run").read()["spec"]
@@ -70,15 +70,15 @@ def test_the_same_command_continues(
 
     with monkeypatch.context() as patch:
         patch.setattr(MetricsFile, "append", append)
-        code, out, err = run(capsys, "train", file, "--run", folder)
+        code, out, err = run(capsys, "train", file, "--out", folder)
     assert code == 75
     assert "to be continued" in out
     assert "stopped by SIGINT at step 4, everything is saved; the same command continues" in err
-    code, out, err = run(capsys, "train", file, "--run", folder)
+    code, out, err = run(capsys, "train", file, "--out", folder)
     assert code == 0
     assert f"resuming {folder} at step 4." in err
     assert [record["step"] for record in RunDirectory(folder).metrics("train")] == [1, 2, 3, 4, 5, 6]
-    code, again, err = run(capsys, "train", "--run", folder)  # the directory knows the rest
+    code, again, err = run(capsys, "train", "--out", folder)  # the directory knows the rest
     assert code == 0
     assert "already finished; nothing to do" in err
     assert again == out
@@ -97,16 +97,16 @@ def test_a_run_that_diverges_has_its_own_exit_code(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     absurd = ["--optimiser.lr", "1e30", "--optimiser.clip", "0", "--max-skips", "1"]
-    code, out, err = run(capsys, "train", file, *absurd, "--run", tmp_path / "run")
+    code, out, err = run(capsys, "train", file, *absurd, "--out", tmp_path / "run")
     assert code == 3
     assert "diverged after" in out
     assert "is not finite; the step is skipped" in err
-    assert run(capsys, "train", "--run", tmp_path / "run")[0] == 3
+    assert run(capsys, "train", "--out", tmp_path / "run")[0] == 3
 
 
 def test_sampling(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
-    assert run(capsys, "train", file, "--run", folder, "--quiet")[0] == 0
+    assert run(capsys, "train", file, "--out", folder, "--quiet")[0] == 0
     drawn = [run(capsys, "sample", folder, "Lic", "--tokens", 12, "--seed", 1, *best) for best in ([], [], ["--best"])]
     assert all(code == 0 and out.startswith("Lic") for code, out, _ in drawn)
     assert drawn[0] == drawn[1]
@@ -125,7 +125,7 @@ def test_sampling(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         ("train run.toml --corpus.source nowhere", "there is no source 'nowhere'"),
         ("train run.toml --model.context 900000", r"too few for one window of 900000 \+ 1"),
         ("train run.toml --model.vocab 40", r"the tokenizer has 257 tokens and the model vocab=40"),
-        ("train run.toml --run run.toml", "the run directory run.toml cannot be written: file exists"),
+        ("train run.toml --out run.toml", "the run directory run.toml cannot be written: file exists"),
         ("train run.toml --execution.sinks tensorbord", "did you mean 'tensorboard'"),
         ("sample nowhere", "nowhere is not a run directory"),
     ],
@@ -159,9 +159,9 @@ def test_another_runs_directory_and_damaged_records_are_refused(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
-    assert run(capsys, "train", file, "--run", folder, "--quiet")[0] == 0
+    assert run(capsys, "train", file, "--out", folder, "--quiet")[0] == 0
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "lock"}
-    code, _, err = run(capsys, "train", file, "--run", folder, "--optimiser.lr", "1e-3")
+    code, _, err = run(capsys, "train", file, "--out", folder, "--optimiser.lr", "1e-3")
     assert code == 2
     assert "holds a run with optimiser.lr=0.003, but 0.001 came" in err
     assert before == {path: path.read_bytes() for path in before}
@@ -171,7 +171,7 @@ def test_another_runs_directory_and_damaged_records_are_refused(
     assert code == 2
     assert "can be trusted" in err
     (folder / "run.json").write_text('{"format": 1')
-    for command in (["train", "--run", folder], ["sample", folder]):
+    for command in (["train", "--out", folder], ["sample", folder]):
         code, _, err = run(capsys, *command)
         assert code == 2
         assert "run.json cannot be read" in err

@@ -97,7 +97,7 @@ DECODER_CHOICES = DecoderSpec.__dataclass_fields__.keys() - AttentionSpec.__data
 def recipe(name: str, **choices: Any) -> DecoderSpec:
     """The named size with these attention choices; `vocab`, `context`, `layers`, `mlp`, `mlp_ratio` and `tied` may be
     changed too."""
-    if name not in RECIPES:
+    if not isinstance(name, str) or name not in RECIPES:
         raise ValueError(f"recipe must be one of {', '.join(RECIPES)}{suggestion(name, RECIPES)}, but {name!r} came.")
     if "width" in choices:
         raise SpecError(f"width is what the recipe {name} sets; build a DecoderSpec for another one.", "width")

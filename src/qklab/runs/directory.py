@@ -18,6 +18,7 @@ from qklab.runs.files import reason, write_json
 from qklab.runs.metrics import read_metrics
 
 FORMAT = 1
+NEEDED = {"run.json": ("id", "spec", "data", "environment"), "summary.json": ("status", "evaluation")}
 
 
 class RunError(ValueError):
@@ -67,6 +68,9 @@ class RunDirectory:
             raise RunError(f"{path} cannot be read: {error}; restore it from a copy or start a new run.") from None
         if not isinstance(value, dict) or value.get("format") != FORMAT:
             raise RunError(f"{path} is not of format {FORMAT}; it was written by another version of qklab.")
+        missing = [key for key in NEEDED.get(name, ()) if key not in value]
+        if missing:
+            raise RunError(f"{path} lacks {', '.join(missing)}; restore it from a copy or start a new run.")
         return {key: inner for key, inner in value.items() if key != "format"}
 
     def write(self, name: str, value: dict[str, Any]) -> None:
@@ -79,7 +83,7 @@ class RunDirectory:
             self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise RunError(
-                f"the run directory {self.path} cannot be written: {reason(error)}; choose another with --run."
+                f"the run directory {self.path} cannot be written: {reason(error)}; choose another with --out."
             ) from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -88,7 +92,7 @@ class RunDirectory:
             os.close(self._lock)
             self._lock = None
             raise RunError(
-                f"{self.path} is in use by another process (pid {holder}); wait for it or choose another --run."
+                f"{self.path} is in use by another process (pid {holder}); wait for it or choose another --out."
             ) from None
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)

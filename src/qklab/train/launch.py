@@ -12,6 +12,7 @@ import torch
 
 from qklab.data.prepare import prepare
 from qklab.data.shards import Corpus
+from qklab.data.spec import DataError
 from qklab.runs.directory import RunDirectory, RunError
 from qklab.runs.environment import commit, environment
 from qklab.runs.files import reason
@@ -22,9 +23,9 @@ from qklab.train.finish import InterruptedEvaluationError, final_evaluations, su
 from qklab.train.loop import Loop, Status
 from qklab.train.machine import Machine, guard_bf16
 from qklab.train.progress import Display, Silent, duration
-from qklab.train.same import flat, other_setting, refuse_other_data, refuse_other_spec
+from qklab.train.same import flat, other_setting, part_of, recorded, refuse_other_data, refuse_other_spec
 from qklab.train.signals import StopRequest
-from qklab.train.spec import ExecutionSpec, RunSpec, merged, read_toml, resolve
+from qklab.train.spec import ExecutionSpec, RunSpec, merged, padded, read_toml, resolve
 from qklab.train.trainer import Trainer
 
 EXIT_CODES: dict[Status, int] = {"finished": 0, "diverged": 3, "interrupted": 75}
@@ -42,6 +43,8 @@ class Outcome:
 def asked(values: dict[str, Any], file: Path | None, folder: Path | None) -> tuple[RunSpec, ExecutionSpec]:
     """The run that flags `values` over `file` describe; a directory that holds a run says the rest itself."""
     base = read_toml(file) if file is not None else {}
+    if "budget" in values:  # one of three: a flag replaces the file's
+        base.pop("budget", None)
     directory = RunDirectory(folder) if folder is not None else None
     if directory is None or not directory.exists() or file is not None:
         return resolve(merged(base, values))
@@ -49,9 +52,13 @@ def asked(values: dict[str, Any], file: Path | None, folder: Path | None) -> tup
     execution = ExecutionSpec.from_dict(values.pop("execution", {}))
     spec = RunSpec.from_dict(directory.read()["spec"])
     old, new = flat(spec.to_dict()), {rename(name): value for name, value in flat(values).items()}
+    old.setdefault("model.attention.coupling.kind", "none")
+    if "model.recipe" in new:  # stands for every field of the model
+        model = flat({"model": resolve(values)[0].model.to_dict()})
+        new = {name: value for name, value in (model | new).items() if name not in ("model.recipe", "model.vocab")}
     for name, value in new.items():
-        if name != "model.recipe" and old.get(name, value) != value:
-            raise RunError(other_setting(directory, name, old[name], value))
+        if name not in old or old[name] != value:
+            raise RunError(other_setting(directory, name, old.get(name, part_of(old, name)), value))
     return spec, execution
 
 
@@ -113,14 +120,14 @@ def run_in(
     data: Path | None,
     display: Display,
 ) -> Outcome:
-    old = machine.agree(lambda: directory.read() if directory.exists() else None)
+    old = machine.agree(lambda: recorded(directory))
     if old is not None:
         refuse_other_spec(directory, old["spec"], spec)
         summary = machine.agree(directory.summary)
         if summary is not None:
             display.say(f"{directory.path} is already {summary['status']}; nothing to do.")
             return Outcome(summary["status"], directory.path, summary)
-    corpus = opened(spec, machine, data, display.say)
+    corpus = opened(spec, machine, data, display.say, old["data"] if old is not None else None)
     if old is not None:
         refuse_other_data(directory, old["data"], corpus)
         if execution.threads is None and machine.world == 1 and machine.device.type == "cpu":
@@ -135,6 +142,13 @@ def run_in(
     if found is not None:
         trainer.restore(found)
         display.say(f"resuming {directory.path} at step {found.step}.")
+    elif old is not None:
+        display.say(f"{directory.path} has no checkpoint yet; it begins again at step 0.")
+    else:
+        display.say(
+            f"{directory.path}: {spec.model.name}, {spec.model.parameters():,} parameters, {spec.precision} on "
+            f"{machine.device.type}, {spec.tokens_per_step:,} tokens a step."
+        )
     metrics = MetricsFile(directory.metrics_path) if machine.main else None
     sinks = None
     try:
@@ -179,14 +193,33 @@ def carried_out(loop: Loop) -> Outcome:
     return Outcome(status, folder, summary)
 
 
-def opened(spec: RunSpec, machine: Machine, data: Path | None, say: Callable[[str], None]) -> Corpus:
-    """The prepared corpus; rank 0 prepares it where that has not been done."""
-    folder = machine.agree(lambda: prepare(spec.corpus, data=data, progress=say is not Silent.say).folder)
+def opened(
+    spec: RunSpec, machine: Machine, data: Path | None, say: Callable[[str], None], before: dict[str, Any] | None
+) -> Corpus:
+    """The prepared corpus; rank 0 prepares it where that has not been done. A run that began with it (`before`) can do
+    without the source."""
+
+    def found() -> Path:
+        try:
+            return prepare(spec.corpus, data=data, progress=say is not Silent.say).folder
+        except DataError:
+            folder = Path(before["folder"]) if before is not None else None
+            if folder is None or not folder.exists():
+                raise
+            say(f"the source {spec.corpus.source!r} cannot be read; the run goes on with {folder}, prepared from it.")
+            return folder
+
+    folder = machine.agree(found)
     corpus = Corpus.open(folder)
     if corpus.tokenizer.vocab > spec.model.vocab:
         raise RunError(
             f"the corpus {folder} was made with a tokenizer of {corpus.tokenizer.vocab} tokens, but the model has "
             f"vocab={spec.model.vocab}; set model.vocab to at least that or prepare the corpus anew."
+        )
+    if padded(corpus.tokenizer.vocab) < spec.model.vocab:
+        say(
+            f"the corpus {folder} has a tokenizer of {corpus.tokenizer.vocab} tokens, and the rest of the model's "
+            f"vocab={spec.model.vocab} is never used; model.vocab={padded(corpus.tokenizer.vocab)} would do."
         )
     return corpus
 

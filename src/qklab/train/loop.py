@@ -137,9 +137,11 @@ class Loop:
             if self.sinks is not None:
                 self.sinks.log(values, step)
         if not finite:
+            limit = self.spec.max_skips
+            which = f"{state.skipped} of at most {limit}" if state.skipped <= limit else "one too many: it has diverged"
             self.display.say(
-                f"step {step}: the loss ({nats}) or the gradient's norm ({norm}) is not finite; the step is "
-                f"skipped, {state.skipped} of at most {self.spec.max_skips}."
+                f"step {step}: the loss ({nats}) or the gradient's norm ({norm}) is not finite; the step is skipped, "
+                f"{which}."
             )
         done, left = self.progress(), None
         if done > 0 and state.timed_steps:

@@ -72,4 +72,5 @@ def status(step: int, steps: int | None, loss: float, tokens_per_second: float, 
     """The line of a training run."""
     of = f"/{steps:,}" if steps is not None else ""
     still = f" · {duration(left)} left" if left is not None else ""
-    return f"step {step:,}{of} · loss {loss:.3f} · {tokens_per_second:,.0f} tokens/s{still}"
+    speed = f" · {tokens_per_second:,.0f} tokens/s" if tokens_per_second else ""
+    return f"step {step:,}{of} · loss {loss:.3f}{speed}{still}"

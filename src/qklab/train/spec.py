@@ -3,21 +3,24 @@
 import hashlib
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 from qklab.data.order import PACKINGS
+from qklab.data.shards import MANIFEST, Corpus
 from qklab.data.spec import DataSpec
 from qklab.model.recipes import recipe
 from qklab.model.spec import DecoderSpec
 from qklab.optim.optimiser import OptimiserSpec
 from qklab.optim.schedule import ScheduleSpec
 from qklab.runs.directory import RunError
-from qklab.schema import Rule, Spec, SpecError, choice, part, real, shown, text, whole
+from qklab.runs.sinks import SINKS
+from qklab.schema import Rule, Spec, SpecError, checked, choice, part, real, shown, suggestion, whole
 
 DEFAULT_TOKENS = 4_000_000
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +68,13 @@ class EvaluationSpec(Spec):
     probe_tokens: int = whole(256)
 
 
+def sink_names(value: Any) -> Any:
+    for name in [] if value is None else value.split(",") if isinstance(value, str) else [value]:
+        if not isinstance(name, str) or name.strip() not in SINKS:
+            raise ValueError(f"must be names among {', '.join(SINKS)}, separated by commas{suggestion(name, SINKS)}")
+    return value
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExecutionSpec(Spec):
     """How to run, without changing what is computed beyond rounding; may differ when a run is resumed.
@@ -83,7 +93,7 @@ class ExecutionSpec(Spec):
     checkpoint_minutes: float = real(5.0, above=0.0)
     checkpoint_steps: int = whole(None)
     keep: int = whole(2)
-    sinks: str = text(None)  # names separated by commas
+    sinks: str = checked(sink_names, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,19 +176,47 @@ def resolve(values: Mapping[str, Any]) -> tuple[RunSpec, ExecutionSpec]:
     """A run from plain values: RunSpec's fields, with `model` as a recipe's name and changes to it, `attention` as
     changes to its attention, and `execution`."""
     values = dict(values)
-    execution = ExecutionSpec.from_dict(table(values, "execution"))
+    execution = within("execution", lambda: ExecutionSpec.from_dict(table(values, "execution")))
     model, attention = dict(table(values, "model")), dict(table(values, "attention"))
     for name in model:
+        if name == "attention":
+            raise SpecError("attention is a table of its own: write [attention], not [model.attention].", name)
         if name not in MODEL_KEYS:
             DecoderSpec.refuse_unknown([name])
-    corpus = DataSpec.from_dict(table(values, "corpus", keep=True))
-    spec = model_spec(model, attention, padded(token_ids(corpus)))
+    values["corpus"] = corpus = within("corpus", lambda: DataSpec.from_dict(adopted(table(values, "corpus"))))
+    spec = within("model", lambda: model_spec(model, attention, padded(token_ids(corpus))))
     RunSpec.refuse_unknown(values)
     return RunSpec.from_dict(values | {"model": spec}), execution
 
 
-def table(values: dict[str, Any], name: str, keep: bool = False) -> Mapping[str, Any]:
-    found = values.get(name, {}) if keep else values.pop(name, {})
+def within(name: str, make: Callable[[], Made]) -> Made:
+    """What `make` gives; an error about a field says in which table."""
+    try:
+        return make()
+    except SpecError as error:
+        if error.field.split(".")[0] in (name, "attention"):
+            raise
+        raise SpecError(f"{name}: {error}", f"{name}.{error.field}", error.nearest) from None
+
+
+def adopted(corpus: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a corpus; those of one that is already prepared are its own, and others are refused."""
+    source = corpus.get("source")
+    if not isinstance(source, str) or not (Path(source) / MANIFEST).is_file():
+        return dict(corpus)
+    own = {name: value for name, value in Corpus.open(source).manifest["spec"].items() if name != "source"}
+    for name, value in corpus.items():
+        if name in own and own[name] != value and not (name == "vocab" and own["tokenizer"] != "bpe"):
+            raise SpecError(
+                f"{source} was prepared with {name}={shown(own[name])}, but {shown(value)} came; leave the setting out "
+                "or prepare another.",
+                name,
+            )
+    return own | {"source": source}
+
+
+def table(values: dict[str, Any], name: str) -> Mapping[str, Any]:
+    found = values.pop(name, {})
     if not isinstance(found, Mapping):
         raise SpecError(f"{name} must be a table of settings, but {shown(found)} came.", name)
     return found
@@ -187,10 +225,13 @@ def table(values: dict[str, Any], name: str, keep: bool = False) -> Mapping[str,
 def model_spec(model: dict[str, Any], attention: dict[str, Any], vocab: int) -> DecoderSpec:
     """The recipe's model with these changes; its vocabulary is the tokenizer's unless given."""
     base = recipe(model.pop("recipe", "nano")).to_dict()
-    if isinstance(coupling := attention.get("coupling"), Mapping) and coupling.get("kind") == "none":
-        attention = attention | {"coupling": None}
-    if "width" in model:
-        attention = {"width": model["width"], "heads": max(1, model["width"] // 64)} | attention
+    if isinstance(coupling := attention.get("coupling"), Mapping):
+        if "kind" not in coupling:
+            raise SpecError("attention.coupling needs its kind, e.g. leapfrog.", "attention.coupling.kind")
+        if coupling["kind"] == "none":
+            attention = attention | {"coupling": None}
+    if isinstance(width := model.get("width"), int):  # anything else is refused below
+        attention = {"width": width, "heads": max(1, width // base["attention"]["head_width"])} | attention
     mixer = {key: value for key, value in base["attention"].items() if key not in derived(attention)}
     changed = base | {"vocab": vocab} | model | {"attention": mixer | attention}
     return DecoderSpec.from_dict(changed)

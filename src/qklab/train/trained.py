@@ -23,7 +23,7 @@ def load(
     checkpoints = Checkpoints(directory.checkpoints_path, run=record["id"])
     found = checkpoints.newest() if which == "newest" else checkpoints.best()
     if found is None:
-        raise RunError(f"{directory.path} has no {which} checkpoint yet.")
+        raise RunError(f"{directory.path} has no {'best ' * (which == 'best')}checkpoint yet.")
     decoder = Decoder(RunSpec.from_dict(record["spec"]).model, seed=0)
     saved = found.tensors("model.")
     with torch.no_grad():

@@ -25,3 +25,41 @@ def layer_costs() -> Sketch:
     standard = 160 + 270 * times["(Q,K,V)"]["ms"] / longest
     s.line((standard, 42), (standard, 46 + 27 * len(times)), colour=LINE, dashed=True)
     return s
+
+
+KINDS = {
+    "matrix products": "q",
+    "attention": "k",
+    "elementwise and norms": "v",
+    "vocabulary loss": "qk",
+    "optimiser and clipping": "",
+    "copies": "",
+    "gaps": "paper",
+}
+
+
+def training_step() -> Sketch:
+    """Where the time of a training step goes on the H200, by size of model."""
+    s = Sketch(226, "Where the time of a training step goes, 51M and 124M models, one H200")
+    s.text(22, 26, "one training step, bf16, compiled, one H200: milliseconds by kind of work", 14, "start")
+    for i, (name, tokens) in enumerate({"51m": "64 × 1,024", "124m": "32 × 1,024"}.items()):
+        kept: dict[str, Any] = json.loads((RESULTS / f"train-{name}-h200.json").read_text(encoding="utf-8"))
+        run = kept["packings"]["contiguous"]
+        parts = run["profile"]["kinds_ms"] | {"gaps": run["profile"]["idle_ms"]}
+        x, y = 92.0, 62 + 58 * i
+        s.text(22, y + 1, name.upper(), 14, "start", bold=True)
+        speed = run["rows"]["qklab"]["tokens_per_second"] / 1e6
+        s.text(22, y + 20, tokens, 11, "start")
+        for kind, colour in KINDS.items():
+            wide = 8.4 * parts.get(kind, 0.0)
+            s.bar(x, y - 14, wide, 28, colour)
+            if wide > 20:
+                s.text(x + wide / 2, y, f"{parts[kind]:.1f}", 12)
+            x += wide
+        s.text(92, y + 24, f"{run['profile']['ms_per_step']:.1f} ms, {speed:.3f} M tokens/s", 12, "start")
+    legend = [*list(KINDS.items())[:4], ("optimiser, copies", ""), ("gaps", "paper")]
+    for i, (kind, colour) in enumerate(legend):
+        x, y = 22 + 205 * (i % 3), 182 + 24 * (i // 3)
+        s.bar(x, y - 7, 16, 14, colour)
+        s.text(x + 24, y, kind, 13, "start")
+    return s

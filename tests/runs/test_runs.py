@@ -162,3 +162,13 @@ def test_wandb_is_given_the_runs_name_and_values(tmp_path: Path, monkeypatch: py
     assert calls[0][1]["id"] == "my-run"
     assert calls[0][1]["config"] == {"seed": 1}
     assert calls[1:] == [("log", {"loss": 1.0}, 3), ("finish",)]
+
+
+def test_tensorboard_gets_a_file(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from qklab.runs.sinks import Sinks\n"
+        "sinks = Sinks(['tensorboard'], Path(sys.argv[1]), 'run', {}, lambda said: sys.exit(said))\n"
+        "sinks.log({'loss': 1.0}, 1); sinks.close()"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, capture_output=True)
+    assert list((tmp_path / "tensorboard").glob("events.out.*"))

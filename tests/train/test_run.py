@@ -213,6 +213,21 @@ def test_a_trained_model_comes_back_and_generates(settings: Settings, tmp_path: 
         load(tmp_path)
 
 
+def test_nano_learns_the_standard_library_well_below_a_unigram_model(tmp_path: Path) -> None:
+    spec, execution = resolve(
+        {
+            "batch": {"sequences": 8},
+            "budget": {"tokens": 160_000},
+            "evaluation": {"times": 1},
+            "execution": {"threads": 1},
+        }
+    )
+    summary = train(spec, tmp_path / "run", execution).summary
+    assert summary is not None
+    valid = summary["evaluation"]["valid"]
+    assert valid["loss"] < valid["unigram_loss"] - 0.3
+
+
 # ---- what is refused
 
 
@@ -225,9 +240,14 @@ def test_unknown_settings_are_refused_with_a_suggestion() -> None:
         ({"corpus": 3}, "corpus must be a table of settings, but 3 came"),
         ({"budget": {"tokens": 10, "seconds": 1.0}}, "a budget is one of tokens, seconds and flops"),
         ({"attention": {"causal": False}}, "must not see it"),
+        ({"model": {"attention": {"share": "k=v"}}}, r"write \[attention\], not \[model\.attention\]"),
+        ({"model": {"recipe": ["nano"]}}, "recipe must be one of"),
+        ({"model": {"width": "128"}}, "width must be a whole number"),
+        ({"attention": {"coupling": {"steps": 2}}}, "attention.coupling needs its kind"),
+        ({"execution": {"sinks": "tensorbord"}}, r"execution: sinks must be .* \(did you mean 'tensorboard'\?\)"),
         ({"model": {"vocab": 100}, "corpus": {"tokenizer": "gpt2"}}, r"nearest legal: model\.vocab=50304"),
     ]:
-        with pytest.raises(SpecError, match=message):
+        with pytest.raises(ValueError, match=message):
             resolve(values)
 
 
@@ -241,6 +261,9 @@ def test_a_run_directory_of_another_run_is_refused(settings: Settings, tmp_path:
         train(other, tmp_path / "run", execution)
     with pytest.raises(RunError, match=r"holds a run with model\.attention\.share='none', but 'k=v' came"):
         asked({"attention": {"share": "k=v"}}, None, tmp_path / "run")
+    for values in ({"attention": {"coupling": {"kind": "leapfrog"}}}, {"model": {"recipe": "51m"}}):
+        with pytest.raises(RunError, match=r"holds a run with model\."):
+            asked(values, None, tmp_path / "run")
     same, _ = asked({"optimiser": {"lr": 3e-3}}, None, tmp_path / "run")
     assert same == spec.replace(precision="fp32")
 
@@ -290,6 +313,27 @@ def test_another_tokenizer_is_refused(settings: Settings, tmp_path: Path) -> Non
     assert adopted.model.vocab == 320
     with pytest.raises(RunError, match=r"a tokenizer of \d+ tokens, but the model has vocab=257"):
         train(small, tmp_path / "other", execution)
+
+
+def test_a_run_goes_on_without_its_source(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QKLAB_CACHE", str(tmp_path / "cache"))
+    text = tmp_path / "text.txt"
+    text.write_text("\n<|endoftext|>\n".join(f"{word} and more of it, " * 40 for word in "abcdefghijklmnop"))
+    spec, execution = settings(corpus={"source": str(text), "valid": 0.2}, budget={"tokens": 8 * 48 * 3})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loop, "stopping", lambda self, stop: True)
+        assert train(spec, tmp_path / "run", execution).status == "interrupted"
+    text.unlink()
+    assert train(spec, tmp_path / "run", execution).status == "finished"
+
+
+def test_a_lost_record_is_refused_before_anything_is_written(settings: Settings, tmp_path: Path) -> None:
+    spec, execution = settings()
+    train(spec, tmp_path / "run", execution)
+    (tmp_path / "run" / "run.json").unlink()
+    with pytest.raises(RunError, match=r"what a run left but no run\.json"):
+        train(spec, tmp_path / "run", execution)
+    assert not (tmp_path / "run" / "run.json").exists()
 
 
 def test_two_processes_in_one_directory(settings: Settings, tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ class EvaluationSpec(Spec):
     keeps their cost under 2 %; on `probe_rows` validation windows cut to `probe_tokens`."""
 
     times: int = whole(10, at_least=0)
-    tokens: int = whole(32_768)
+    tokens: int = whole(16_384)
     probes: int | None = whole(None, at_least=0)
     probe_rows: int = whole(2)
     probe_tokens: int = whole(256)

@@ -19,7 +19,7 @@ from qklab.train.spec import resolve
 from qklab.train.trained import load, sample
 
 WIDTH, HEADS, TOKENS = 512, 8, 48
-PROMPT = "def "
+PROMPT = "    def __init__(self"
 
 
 def mechanisms() -> list[AttentionSpec]:
@@ -105,7 +105,7 @@ def training(console: Console, seconds: float, folder: Path) -> bool:
     if outcome.summary is None:
         return False
     decoder, tokenizer = load(folder)
-    text = sample(decoder, tokenizer, PROMPT, 80, temperature=0.8, seed=0)
+    text = sample(decoder, tokenizer, PROMPT, 80, temperature=0.6, seed=0)
     console.print(f"\nIt continues {PROMPT!r} through its key/value cache:\n", markup=False)
     console.print(text, markup=False, highlight=False)
     valid = outcome.summary["evaluation"]["valid"]

@@ -38,7 +38,7 @@ def test_a_run_leaves_everything_it_promises(settings: Settings, tmp_path: Path)
     assert record["spec"] == spec.replace(precision="fp32").to_dict()
     assert record["fingerprint"] == spec.replace(precision="fp32").fingerprint
     assert len(record["data"]["hash"]) == 64
-    assert record["environment"]["packages"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(record["environment"]["packages"]["torch"].split("+")[0])
     steps = directory.metrics("train")
     assert [r["step"] for r in steps] == list(range(1, 13))
     assert [r["tokens"] for r in steps] == [384 * step for step in range(1, 13)]

@@ -50,7 +50,6 @@ class Batches:
         self.order, self.rank, self.world, self.device = order, rank, world, device
         self.ready: queue.Queue[Batch | BaseException] = queue.Queue(ahead)
         self.closed = threading.Event()
-        self.waited = 0.0
         self.thread = threading.Thread(target=self._make, args=(start,), name="batches", daemon=True)
         self.thread.start()
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor, nn
 
 from qklab.model.decoder import Decoder
@@ -39,10 +38,3 @@ def named_weights(decoder: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, buffer in decoder.named_buffers():
         if name in saved:
             yield name, buffer
-
-
-@torch.no_grad()
-def unigram_loss(counts: Tensor) -> float:
-    """Nats per token of the best model that ignores context: the entropy of the token counts [vocab]."""
-    p = counts.double() / counts.sum()
-    return float(-(p * p.log()).nan_to_num(0.0).sum())

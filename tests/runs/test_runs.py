@@ -52,6 +52,8 @@ def test_what_a_resumed_run_repeats_replaces_what_was_lost(tmp_path: Path) -> No
     again = [{"kind": "train", "step": s, "loss": 2.0} for s in (3, 4, 5)]
     lines(path, *first, {"kind": "resume", "step": 2}, *again)
     assert read_metrics(path) == first[:2] + again
+    lines(path, {"kind": "resume", "step": 1}, again[0] | {"step": 2})  # what was lost and not repeated yet is gone
+    assert read_metrics(path) == [first[0], again[0] | {"step": 2}]
 
 
 def test_a_record_repeated_for_the_same_step_counts_once(tmp_path: Path) -> None:

@@ -21,9 +21,10 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs/mechanisms").glob("*.md"))
 TEXT = {page: page.read_text(encoding="utf-8") for page in PAGES}
 ALL = "\n".join(TEXT.values())
+OTHERS = [ROOT / "README.md", ROOT / "docs/logit-control.md"]
 SNIPPETS = [
     pytest.param(snippet, id=f"{page.stem}-{i}")
-    for page, text in [*TEXT.items(), (ROOT / "README.md", (ROOT / "README.md").read_text(encoding="utf-8"))]
+    for page, text in [*TEXT.items(), *((page, page.read_text(encoding="utf-8")) for page in OTHERS)]
     for i, snippet in enumerate(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
 ]
 COMMANDS = sorted(set(re.findall(r"^qklab (describe.*)$", ALL, re.MULTILINE)))

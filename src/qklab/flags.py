@@ -9,6 +9,7 @@ import tyro
 from qklab.attention.spec import AttentionSpec, CouplingKind, CouplingSpec, LatentSpec
 from qklab.data.spec import DataSpec
 from qklab.model.spec import DecoderSpec
+from qklab.optim.control_spec import LogitControlSpec
 from qklab.optim.optimiser import OptimiserSpec
 from qklab.optim.schedule import ScheduleSpec
 from qklab.schema import SpecError
@@ -125,6 +126,7 @@ def run_flags() -> type:
         "corpus": optional_flags(DataSpec),
         "batch": optional_flags(BatchSpec),
         "optimiser": optional_flags(OptimiserSpec),
+        "logit_control": optional_flags(LogitControlSpec, {"method": "none"}),
         "schedule": optional_flags(ScheduleSpec),
         "budget": optional_flags(BudgetSpec),
         "evaluation": optional_flags(EvaluationSpec),

@@ -108,9 +108,12 @@ def flag(default: bool) -> Any:
 
 
 def choice(default: Any, among: Collection[str]) -> Any:
-    """One of a few words: the keys of a registry, also of what is registered later, or a tuple."""
+    """One of a few words: the keys of a registry, also of what is registered later, or a tuple. With default None the
+    spec fills the value in itself."""
 
     def check(value: Any) -> Any:
+        if value is None and default is None:
+            return None
         if not isinstance(value, str) or value not in among:
             raise ValueError(f"must be one of {', '.join(map(repr, among))}{suggestion(value, among)}")
         return value

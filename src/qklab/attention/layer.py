@@ -29,6 +29,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(spec.heads * spec.head_width, spec.width, bias=spec.bias)
         # built last, so that under one seed a layer with coupling draws the same other weights as one without
         self.couple = COUPLINGS[spec.coupling.kind](spec) if spec.coupling is not None else None
+        self.watched: Tensor | None = None  # [heads], raised to the largest logit of every training pass
 
     def forward(
         self, x: Tensor, *, segments: Tensor | None = None, cache: Cache | None = None, places: Places | None = None
@@ -51,6 +52,9 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = remember(cache, k, v)
         k, v = self.rotate.read(k, v, places)
+        if self.watched is not None and self.training:
+            largest = self.mix.largest_logits(q, k, places, self.rotate.bias(places))
+            self.watched.copy_(torch.maximum(self.watched, largest))
         o = self.mix(q, k, v, x, places, self.rotate.bias(places))
         o = self.mix.finish(self.rotate.undo(o, places))
         return self.output(o.flatten(2))

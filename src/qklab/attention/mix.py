@@ -52,6 +52,33 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, places: Places, bias: 
     return o.transpose(1, 2)
 
 
+@torch.no_grad()
+def largest_logits(
+    q: Tensor, k: Tensor, scale: float, mask: Tensor | None, causal: bool, bias: Tensor | None = None, rows: int = 512
+) -> Tensor:
+    """max over visible pairs of scale · q·k + bias, per query head: q [B, T, H, ·], k [B, S, G, ·] → [H].
+
+    Takes `rows` queries at a time, so that never all scores exist, and under `causal` only the keys up to the last of
+    them.
+    """
+    q, k = q.detach().transpose(1, 2), k.detach().to(q.dtype).transpose(1, 2)
+    groups, keys, largest = q.shape[1] // k.shape[1], k.shape[2], []
+    for start in range(0, q.shape[2], rows):
+        stop = min(start + rows, q.shape[2])
+        seen = stop if causal else keys
+        part = q[:, :, start:stop].unflatten(1, (-1, groups))  # [B, G, H/G, T', ·]
+        scores = (part @ k[:, :, None, :seen].mT).flatten(1, 2) * scale
+        if bias is not None:
+            scores = scores + bias[..., :seen]
+        if causal:
+            slots = torch.arange(seen, device=q.device)
+            scores = scores.masked_fill(slots[start:stop, None] < slots, -torch.inf)
+        elif mask is not None:
+            scores = scores.masked_fill(~mask[:, :, start:stop], -torch.inf)
+        largest.append(scores.amax((0, 2, 3)))
+    return torch.stack(largest).amax(0).float()
+
+
 class Softmax(nn.Module):
     """o = softmax(q kᵀ/√D) v."""
 
@@ -68,6 +95,11 @@ class Softmax(nn.Module):
     def keys_and_values(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """What stage 4 read from the cache → keys and values as the heads use them, [B, S, G, ·] each."""
         return k, v
+
+    def largest_logits(self, q: Tensor, k: Tensor, places: Places, bias: Tensor | None) -> Tensor:
+        """The largest score of every query head, among those that `forward` would use: [H]."""
+        k, _ = self.keys_and_values(k, k)
+        return largest_logits(q, k, self.scale, places.mask, places.causal, bias)
 
     def finish(self, o: Tensor) -> Tensor:
         return o

@@ -1,7 +1,24 @@
-"""Parameter roles, optimisers chosen by role, and learning-rate schedules."""
+"""Parameter roles, optimisers chosen by role, logit control, and learning-rate schedules."""
 
+from qklab.optim.attention_roles import LayerRoles, Rows, attention_roles, layer_roles
+from qklab.optim.control_spec import LogitControlSpec
+from qklab.optim.logit_control import LogitControl, QKClip
 from qklab.optim.optimiser import Optimiser, OptimiserSpec
 from qklab.optim.roles import Role, role, roles
 from qklab.optim.schedule import ScheduleSpec
 
-__all__ = ["Optimiser", "OptimiserSpec", "Role", "ScheduleSpec", "role", "roles"]
+__all__ = [
+    "LayerRoles",
+    "LogitControl",
+    "LogitControlSpec",
+    "Optimiser",
+    "OptimiserSpec",
+    "QKClip",
+    "Role",
+    "Rows",
+    "ScheduleSpec",
+    "attention_roles",
+    "layer_roles",
+    "role",
+    "roles",
+]

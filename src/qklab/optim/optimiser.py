@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from qklab.optim.control_spec import LogitControlSpec
 from qklab.optim.roles import Role, role
 from qklab.schema import Spec, choice, real
 
@@ -32,9 +33,12 @@ class OptimiserSpec(Spec):
 
 
 class Optimiser:
-    """The optimisers of one model: `step` at a learning rate, and their state as flat named tensors."""
+    """The optimisers of one model: `step` at a learning rate, and their state as flat named tensors.
 
-    def __init__(self, spec: OptimiserSpec, model: nn.Module):
+    `control`, where one is asked for, steps them and acts on the weights of queries and keys.
+    """
+
+    def __init__(self, spec: OptimiserSpec, model: nn.Module, control: LogitControlSpec | None = None):
         self.spec = spec
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         kinds = {parameter: role(name, parameter) for name, parameter in model.named_parameters()}
@@ -63,6 +67,7 @@ class Optimiser:
                     adjust_lr_fn="match_rms_adamw",
                 )
             )
+        self.control = None if control is None else control.wrap(self.parts, model)
 
     def step(self, lr: float, skip: Tensor | None = None) -> None:
         """One update of every parameter at this learning rate; none where `skip`, a scalar on the device, is 1.
@@ -74,6 +79,7 @@ class Optimiser:
         for part in self.parts:
             if skip is not None:
                 part.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]
+        for part in self.parts if self.control is None else [self.control]:
             part.step()
 
     def zero_grad(self) -> None:
@@ -86,7 +92,8 @@ class Optimiser:
 
     def tensors(self) -> dict[str, Tensor]:
         """The state by name, e.g. "exp_avg.blocks.0.mlp.up.weight"; the tensors themselves, not copies."""
-        return {
+        control = {} if self.control is None else self.control.tensors()
+        return {f"logit_control.{name}": tensor for name, tensor in control.items()} | {
             f"{key}.{self.names[parameter]}": value
             for part in self.parts
             for parameter, state in part.state.items()

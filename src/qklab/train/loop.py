@@ -180,7 +180,9 @@ class Loop:
         if self.metrics is not None:
             self.directory.probes_path.mkdir(exist_ok=True)
             path = self.directory.probes_path / f"step-{self.state.step:010d}.json"
-            write_json(path, {"step": self.state.step, "layers": measured})
+            factors = self.trainer.factors()
+            record = {"step": self.state.step, "layers": measured} | ({"factors": factors} if factors else {})
+            write_json(path, record)
 
     def record(self, values: dict[str, Any]) -> None:
         if self.metrics is not None:

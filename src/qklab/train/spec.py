@@ -13,6 +13,7 @@ from qklab.data.shards import MANIFEST, Corpus
 from qklab.data.spec import DataSpec
 from qklab.model.recipes import recipe
 from qklab.model.spec import DecoderSpec
+from qklab.optim.control_spec import LogitControlSpec
 from qklab.optim.optimiser import OptimiserSpec
 from qklab.optim.schedule import ScheduleSpec
 from qklab.runs.directory import RunError
@@ -105,6 +106,7 @@ class RunSpec(Spec):
     corpus: DataSpec = part(DataSpec, DataSpec())
     batch: BatchSpec = part(BatchSpec, BatchSpec())
     optimiser: OptimiserSpec = part(OptimiserSpec, OptimiserSpec())
+    logit_control: LogitControlSpec = part(LogitControlSpec, LogitControlSpec())
     schedule: ScheduleSpec = part(ScheduleSpec, ScheduleSpec())
     budget: BudgetSpec = part(BudgetSpec, BudgetSpec())
     evaluation: EvaluationSpec = part(EvaluationSpec, EvaluationSpec())
@@ -124,6 +126,12 @@ class RunSpec(Spec):
             lambda s: s.model.vocab < token_ids(s.corpus),
             lambda s: f"the tokenizer has {token_ids(s.corpus)} tokens and the model vocab={s.model.vocab}",
             lambda s: {"model": s.model.replace(vocab=padded(token_ids(s.corpus)))},
+        ),
+        Rule(
+            "logit_control",
+            lambda s: uncontrollable(s) is not None,
+            lambda s: f"method={s.logit_control.method!r} cannot act: {uncontrollable(s)}",
+            lambda s: {"logit_control": LogitControlSpec(method="none")},
         ),
     )
 
@@ -156,6 +164,19 @@ class RunSpec(Spec):
     def fingerprint(self) -> str:
         """SHA-256 of the spec in canonical JSON."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
+
+
+def uncontrollable(run: RunSpec) -> str | None:
+    """Why the run's logit control does not go with its attention."""
+    attention, method = run.model.attention, run.logit_control.method
+    if method in ("quack", "qk-clip") and attention.norm == "qk":
+        return "attention.norm='qk' already decides how large logits are"
+    if method == "qk-clip" and attention.coupling is not None:
+        if attention.coupling.kind != "linear":
+            return "under a coupling that is not linear, smaller W_q and W_k do not shrink logits in proportion"
+        if attention.key_is_value:
+            return "under a linear coupling the keys would have to shrink, which are also the values"
+    return None
 
 
 def token_ids(corpus: DataSpec) -> int:

@@ -20,7 +20,7 @@ from qklab.train.evaluate import Evaluation, evaluate
 from qklab.train.machine import Machine
 from qklab.train.objective import Objective, named_weights
 from qklab.train.parallel import accumulating, distribute, gradient_norm, settle
-from qklab.train.probe import Probe
+from qklab.train.probe import Probe, as_json
 from qklab.train.spec import ExecutionSpec, RunSpec
 
 
@@ -72,7 +72,7 @@ class Trainer:
             decoder = Decoder(spec.model, seed=spec.seed)
         self.objective = Objective(decoder.to(machine.device), spec.z_loss)
         self.call = distribute(self.objective, execution, machine, self.bf16)
-        self.optimiser = Optimiser(spec.optimiser, decoder)
+        self.optimiser = Optimiser(spec.optimiser, decoder, spec.logit_control)
         packed = spec.batch.packing == "packed"
         self.order = Order(
             corpus.splits["train"], spec.seed, spec.batch.sequences, spec.model.context, spec.batch.packing
@@ -155,6 +155,15 @@ class Trainer:
     def take_probe(self) -> dict[str, Any]:
         """Attention on the probe batch."""
         return self.probe.measure(whole(self.decoder) if self.sharded else self.decoder)
+
+    def factors(self) -> dict[str, Any]:
+        """What logit control did at the last step: layer → part → a number per head; nothing without it."""
+        if self.optimiser.control is None:
+            return {}
+        return {
+            name: {symbol: as_json(values.tolist()) for symbol, values in parts.items()}
+            for name, parts in self.optimiser.control.factors().items()
+        }
 
     @property
     def sharded(self) -> bool:

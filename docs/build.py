@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from drawings import DRAWINGS
+from drawings import DRAWINGS, logit_control
 
 from qklab import AttentionSpec, CouplingSpec, LatentSpec, recipe
 from qklab.describe import CONTEXT, LONG, change
@@ -157,7 +157,7 @@ def page(name: str, costs: str) -> str:
 
 
 def wanted() -> Iterator[tuple[Path, str]]:
-    for name, draw in DRAWINGS.items():
+    for name, draw in (DRAWINGS | logit_control.drawings()).items():
         yield DOCS / name, draw().svg()
     for name, choices in COSTS.items():
         yield DOCS / f"mechanisms/{name}.md", page(name, cost_table(name, choices))

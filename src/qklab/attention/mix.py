@@ -69,7 +69,7 @@ def largest_logits(
         part = q[:, :, start:stop].unflatten(1, (-1, groups))  # [B, G, H/G, T', ·]
         scores = (part @ k[:, :, None, :seen].mT).flatten(1, 2) * scale
         if bias is not None:
-            scores = scores + bias[..., :seen]
+            scores = scores + (bias if bias.shape[-2] == 1 else bias[..., start:stop, :])[..., :seen]
         if causal:
             slots = torch.arange(seen, device=q.device)
             scores = scores.masked_fill(slots[start:stop, None] < slots, -torch.inf)

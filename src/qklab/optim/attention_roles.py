@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +14,10 @@ from qklab.attention.couple import Linear
 from qklab.attention.layer import Attention
 from qklab.attention.mix import LatentSoftmax
 from qklab.attention.project import Latent, Projection
-from qklab.schema import shown
+from qklab.schema import shown, suggestion
 
 Coupling = Literal["none", "linear", "nonlinear"]
+COUPLINGS: tuple[Coupling, ...] = get_args(Coupling)
 
 MEANING = {
     "q": "W_q",
@@ -52,6 +54,13 @@ class Rows:
         rows, outputs = self.rows, self.weight.shape[self.axis]
         if rows.dim() != 2 or rows.is_floating_point() or not rows.numel():
             raise ValueError(f"rows must be whole numbers [heads, width], but {rows.dtype} {list(rows.shape)} came.")
+        for name, vector, axis in (("gain", self.gain, 1 - self.axis), ("bias", self.bias, self.axis)):
+            if vector is not None and list(vector.shape) != [self.weight.shape[axis]]:
+                side = "outputs" if name == "bias" else "inputs"
+                raise ValueError(
+                    f"a {name} must have one entry for each of the matrix's {self.weight.shape[axis]} {side}, but "
+                    f"{list(vector.shape)} came."
+                )
         if rows.min() < 0 or rows.max() >= outputs or len(rows.unique()) != rows.numel():
             raise ValueError(f"rows must be different ones of the {outputs} the matrix has, but {shown(rows)} came.")
 
@@ -73,7 +82,7 @@ class Rows:
         weight = linear if isinstance(linear, Tensor) else getattr(linear, "weight", None)
         if not isinstance(weight, Tensor) or weight.dim() != 2:
             raise ValueError(f"a linear layer or a matrix is needed to find rows in, but {shown(linear)} came.")
-        axis = 1 if type(linear).__name__ == "Conv1D" else 0
+        axis = 1 if any(kind.__name__ == "Conv1D" for kind in type(linear).__mro__) else 0
         start, stop = among or (0, weight.shape[axis])
         if not isinstance(heads, int) or heads < 1 or (stop - start) % heads:
             raise ValueError(f"heads must divide the {stop - start} rows of the matrix, but {shown(heads)} came.")
@@ -142,9 +151,17 @@ def layer_roles(
     """
 
     def rows(part: nn.Module | Tensor | Rows, count: int) -> Rows:
-        return part if isinstance(part, Rows) else Rows.of(part, count)
+        found = part if isinstance(part, Rows) else Rows.of(part, count)
+        if found.heads != count:
+            raise ValueError(f"rows of {found.heads} heads came where {count} are named.")
+        return found
 
-    k = rows(key, kv_heads or heads)
+    if coupling not in COUPLINGS:
+        words = ", ".join(map(repr, COUPLINGS))
+        raise ValueError(
+            f"coupling must be one of {words}{suggestion(coupling, COUPLINGS)}, but {shown(coupling)} came."
+        )
+    k = rows(key, heads if kv_heads is None else kv_heads)
     parts = {"qk": k} if query is None or query is key else {"q": rows(query, heads), "k": k}
     if "q" in parts and parts["q"].heads % k.heads:
         raise ValueError(f"the key heads must divide the {parts['q'].heads} query heads, but there are {k.heads}.")
@@ -183,10 +200,23 @@ def as_roles(roles: Mapping[str, LayerRoles | Mapping[str, Any]]) -> Roles:
     made: Roles = {}
     for name, layer in roles.items():
         try:
-            made[str(name)] = layer if isinstance(layer, LayerRoles) else layer_roles(**layer)
-        except (TypeError, ValueError) as error:
+            made[str(name)] = layer if isinstance(layer, LayerRoles) else read_roles(layer)
+        except ValueError as error:
             raise ValueError(f"the roles of layer {name} cannot be read: {error}") from None
     return made
+
+
+def read_roles(layer: Any) -> LayerRoles:
+    if not isinstance(layer, Mapping):
+        raise ValueError(f"they must be a mapping with query, key and heads, but {shown(layer)} came.")
+    words = inspect.signature(layer_roles).parameters
+    for name in layer:
+        if name not in words:
+            raise ValueError(f"there is no {name!r}{suggestion(name, words)}; known are {', '.join(words)}.")
+    for name in ("key", "heads"):
+        if name not in layer:
+            raise ValueError(f"{name!r} is missing.")
+    return layer_roles(**layer)
 
 
 def of_qklab(module: nn.Module) -> LayerRoles | None:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from qklab.attention.layer import Attention
 from qklab.optim.attention_roles import MEANING, LayerRoles, Roles, as_roles, claimed, refuse_overlap
 from qklab.optim.norms import Family, PerRow, families
 from qklab.optim.quack import Table, clip_factors, learning_rate_factors
@@ -28,7 +29,7 @@ COUPLED = ("SGD", "RMSprop", "Adagrad", "Adadelta", "Adamax", "ASGD", "Rprop")
 class Control(Wrapper):
     """What the controls share: roles, the rows they stand for, and tables of numbers per layer, part and head."""
 
-    def __init__(self, optimizer: Optimisers, roles: GivenRoles, masters: Mapping[Tensor, Tensor] | None):
+    def __init__(self, optimizer: Optimisers, roles: GivenRoles, masters: Mapping[Any, Tensor] | None):
         super().__init__(optimizer)
         self.roles: Roles = as_roles(roles)
         refuse_overlap(self.roles)
@@ -61,6 +62,17 @@ class Control(Wrapper):
                 "none of the attention weights is in the optimiser; call attention_roles on the model whose parameters "
                 "it got (after sharding it), or say with masters={weight: master} what stands for them."
             )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters to the wrapped optimiser; not those of queries and keys, which it must have from the start."""
+        given = param_group["params"]
+        known = {id(source.tensor) for source in self.rows.sources}
+        if any(id(tensor) in known for tensor in ([given] if isinstance(given, Tensor) else list(given))):
+            raise ValueError("a weight that roles name must be in the optimiser before it is wrapped; wrap it anew.")
+        super().add_param_group(param_group)
+
+    def forget(self) -> None:
+        """Forget what was seen since the last step."""
 
     def factors(self) -> dict[str, Table]:
         """Layer → part → a number per head [heads]: what the last step's updates were multiplied with, τ aside; for
@@ -138,7 +150,7 @@ class LogitControl(Control):
         norm: Norm = "frobenius",
         *,
         method: Method = "quack",
-        masters: Mapping[Tensor, Tensor] | None = None,
+        masters: Mapping[Any, Tensor] | None = None,
         decoupled_decay: bool | None = None,
     ):
         self.tau = positive("tau", tau)
@@ -246,7 +258,7 @@ class QKClip(Control):
         roles: GivenRoles,
         threshold: float = 100.0,
         *,
-        masters: Mapping[Tensor, Tensor] | None = None,
+        masters: Mapping[Any, Tensor] | None = None,
     ):
         self.threshold = positive("threshold", threshold)
         super().__init__(optimizer, roles, masters)
@@ -256,6 +268,9 @@ class QKClip(Control):
         modules = {name: layer.module for name, layer in self.roles.items()}
         self.watch = Watch(heads, modules, self.rows.device)
         self.latest = [self.clips(family, ones=True) for family in self.families]
+
+    def forget(self) -> None:
+        self.watch.reset()
 
     def observe(self, layer: str, largest: Tensor) -> None:
         """Say that the logits of a layer reached `largest` [heads], for layers that cannot be watched."""
@@ -288,6 +303,8 @@ def normalised(layer: LayerRoles) -> str | None:
 
 
 def not_clippable(layer: LayerRoles) -> str | None:
+    if isinstance(layer.module, Attention) and layer.module.spec.asymmetry_2d:
+        return "its logits have a bias of their own (asymmetry_2d), which smaller W_q and W_k do not shrink."
     if layer.coupling == "nonlinear":
         return "its coupling is not linear, so smaller W_q and W_k do not make its logits smaller in proportion."
     if layer.coupling == "linear" and layer.key_is_value:

@@ -19,6 +19,9 @@ class Family:
         self.layers = list(roles.values())
         self.layer = self.layers[0]
         self.of = of
+        self.own = {
+            symbol: [layer.parts[symbol].rows.to(rows.device) for layer in self.layers] for symbol in self.layer.parts
+        }
         self.index = {
             symbol: torch.stack([self.numbers(layer, symbol, rows) for layer in self.layers])
             for symbol in self.layer.parts
@@ -38,16 +41,19 @@ class Family:
         """Largest singular values: symbol → [layers, heads]."""
         return {
             symbol: torch.stack(
-                [largest_singular_value(self.matrix(layer, symbol, rows, copies)) for layer in self.layers]
+                [
+                    largest_singular_value(self.matrix(number, symbol, rows, copies))
+                    for number in range(len(self.layers))
+                ]
             )
             for symbol in self.index
         }
 
-    def matrix(self, layer: LayerRoles, symbol: str, rows: AllRows, copies: Sequence[Tensor]) -> Tensor:
-        """[heads, D, inputs (+1)]."""
-        part = layer.parts[symbol]
+    def matrix(self, number: int, symbol: str, rows: AllRows, copies: Sequence[Tensor]) -> Tensor:
+        """[heads, D, inputs (+1)] of one layer."""
+        part = self.layers[number].parts[symbol]
         columns = [rows.matrix(self.of.get(id(tensor), tensor), copies) for tensor in part.tensors]
-        return torch.cat(columns, 1)[part.rows.to(columns[0].device)]
+        return torch.cat(columns, 1)[self.own[symbol][number]]
 
     def by_layer(self, table: Mapping[str, Tensor]) -> dict[str, Table]:
         """Symbol → [layers, heads], as layer name → symbol → [heads]."""

@@ -82,6 +82,11 @@ class Optimiser:
         for part in self.parts if self.control is None else [self.control]:
             part.step()
 
+    def forget(self) -> None:
+        """Say that the passes since the last step will not be followed by one."""
+        if self.control is not None:
+            self.control.forget()
+
     def zero_grad(self) -> None:
         for part in self.parts:
             part.zero_grad(set_to_none=True)

@@ -178,17 +178,18 @@ class AllRows:
                 continue
             kept, skipped = steps[stack[0].label]
             before, scale = copy.to(accumulated(copy.dtype)), self.mine(stack, factors)
+            if skipped is not None:
+                scale, kept = torch.where(skipped > 0, 1.0, scale), torch.where(skipped > 0, 1.0, kept)
             if isinstance(kept, Tensor) or kept != 1.0:
                 before = before * kept
-            if skipped is not None:
-                scale = torch.where(skipped > 0, 1.0, scale)
             results = [before[i] for i in updated]
             weights = [stack[i].local for i in updated]
             torch._foreach_lerp_(results, [w.to(before.dtype) for w in weights], [scale[i] for i in updated])  # pyright: ignore[reportPrivateImportUsage]
             torch._foreach_copy_(weights, results)  # pyright: ignore[reportPrivateImportUsage]
 
     def multiply(self, factors: Tensor) -> None:
-        """w ← f·w for every row's f [count]."""
+        """w ← f·w for every row's f [count], of tensors that some optimiser has."""
         for stack in self.stacks:
-            for source, scale in zip(stack, self.mine(stack, factors), strict=True):
-                source.local.mul_(scale)
+            if stack[0].label is not None:
+                for source, scale in zip(stack, self.mine(stack, factors), strict=True):
+                    source.local.mul_(scale)

@@ -54,6 +54,12 @@ class Wrapper(torch.optim.Optimizer):
             raise ValueError("a parameter group must be added to one of the wrapped optimisers, not to all of them.")
         self.bases[0].add_param_group(param_group)
 
+    def __getstate__(self) -> Any:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled; make one around another optimiser and load this "
+            "one's state_dict into it."
+        )
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         for base in self.bases:
             base.zero_grad(set_to_none=set_to_none)
@@ -94,6 +100,11 @@ class Wrapper(torch.optim.Optimizer):
             raise ValueError(
                 f"the state has no {missing[0]!r}, so it is not that of a {type(self).__name__}; load it into the "
                 "wrapped optimiser instead."
+            )
+        if len(state_dict["param_groups"]) != len(self.param_groups):
+            raise ValueError(
+                f"the state has {len(state_dict['param_groups'])} parameter groups, but the wrapped optimisers have "
+                f"{len(self.param_groups)}."
             )
         self.load_extra(state_dict[self.key])
         first = at = 0

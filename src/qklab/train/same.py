@@ -27,7 +27,7 @@ def recorded(directory: RunDirectory) -> dict[str, Any] | None:
 
 
 def refuse_other_spec(directory: RunDirectory, old: dict[str, Any], spec: RunSpec) -> None:
-    new, before = flat(spec.to_dict()), flat(old)
+    new, before = flat(spec.to_dict()), flat(RunSpec.from_dict(old).to_dict())  # settings it did not know yet: defaults
     for part in ("model.attention.coupling", "model.attention.latent"):  # a part that only one of them has
         if (part in before) != (part in new):
             raise RunError(other_setting(directory, part, part_of(before, part), part_of(new, part)))

@@ -115,7 +115,9 @@ class Trainer:
         outcome = self.shared(total, norm)
         wrong = 1.0 - outcome.isfinite().all().float()
         waits = not self.deferred
-        if not (waits and wrong.item()):
+        if waits and wrong.item():
+            self.optimiser.forget()
+        else:
             if self.spec.optimiser.clip:
                 nn.utils.clip_grads_with_norm_(parameters, self.spec.optimiser.clip, norm)
             self.optimiser.step(lr, skip=None if waits else wrong)

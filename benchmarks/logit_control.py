@@ -281,7 +281,7 @@ def main() -> None:
         "copy_bytes_per_s": rate,
         "optimisers": kinds,
     }
-    keep(f"logit-control-{options.size}-{options.name or options.device}", result, options.out)
+    keep(f"logit-control-cost-{options.size}-{options.name or options.device}", result, options.out)
 
 
 if __name__ == "__main__":

@@ -385,8 +385,8 @@ def test_a_weight_that_roles_name_cannot_be_added_later() -> None:
     )
     for given in (late, [late]):
         assert "before it is wrapped" in refusal(lambda given=given: wrapped.add_param_group({"params": given}))
-    wrapped.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-    assert len(wrapped.param_groups) == 2
+    wrapped.add_param_group({"params": (nn.Parameter(torch.ones(n)) for n in (1, 2))})
+    assert [len(p) for p in wrapped.param_groups[1]["params"]] == [1, 2]
 
 
 def test_qk_clip_with_a_bias_of_the_logits() -> None:

@@ -66,10 +66,11 @@ class Control(Wrapper):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to the wrapped optimiser; not those of queries and keys, which it must have from the start."""
         given = param_group["params"]
+        added = [given] if isinstance(given, Tensor) else list(given)
         known = {id(source.tensor) for source in self.rows.sources}
-        if any(id(tensor) in known for tensor in ([given] if isinstance(given, Tensor) else list(given))):
+        if any(id(tensor) in known for tensor in added):
             raise ValueError("a weight that roles name must be in the optimiser before it is wrapped; wrap it anew.")
-        super().add_param_group(param_group)
+        super().add_param_group(param_group | {"params": added})
 
     def forget(self) -> None:
         """Forget what was seen since the last step."""

@@ -40,11 +40,8 @@ class Family:
     def spectral(self, rows: AllRows, copies: Sequence[Tensor]) -> Table:
         """Largest singular values: symbol → [layers, heads]."""
         return {
-            symbol: torch.stack(
-                [
-                    largest_singular_value(self.matrix(number, symbol, rows, copies))
-                    for number in range(len(self.layers))
-                ]
+            symbol: largest_singular_value(
+                torch.stack([self.matrix(number, symbol, rows, copies) for number in range(len(self.layers))])
             )
             for symbol in self.index
         }

@@ -245,7 +245,8 @@ def test_the_last_words_of_a_worker_are_passed_on() -> None:
 
 
 PROGRAM = """
-    import sys, importlib
+    import sys, importlib, signal
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell begins with it ignored
     from qklab.data import DataSpec, prepare, writing
     preparing = importlib.import_module("qklab.data.prepare")
     preparing.FEW_BYTES, preparing.BATCH_BYTES, writing.SHARD_TOKENS = 0, 20_000, 50_000

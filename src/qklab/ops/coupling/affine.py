@@ -8,10 +8,12 @@ import triton
 import triton.language as tl
 
 from qklab.ops.coupling.kernels import (
+    as_result,
     begin_sum,
     finish_backward,
     finished,
     load_angles,
+    rows_from,
     load_gain,
     load_matrix,
     load_unit,
@@ -95,6 +97,7 @@ def affine_forward(
     WIDE: tl.constexpr,
     FAST: tl.constexpr,
     BM: tl.constexpr,
+    EVEN: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     first, last, stride = share_of(tl.cdiv(rows, BM) * G, HEADED)
@@ -116,12 +119,12 @@ def affine_forward(
 
     for i_tile in tl.range(first, last, stride, num_stages=STAGES):
         i_g = i_tile % G
-        o_row = i_tile // G * BM + tl.arange(0, BM)
-        m_rows = o_row < rows
-        i_b, i_t = (o_row // T).to(tl.int64), (o_row % T).to(tl.int64)
-        p_queries = p_q + i_b * q_b + i_t * q_t + i_g * R * q_h
+        i_row = i_tile // G * BM
+        m_rows = i_row + tl.arange(0, BM) < rows
+        p_queries = rows_from(p_q + i_g * R * q_h, i_row, q_b, q_t, T, BM, EVEN)
         b_q = mean_of_group(p_queries, q_h, m_rows, o_j, R, D, TURNED, WIDE)
-        b_k = load_rows(p_k + i_b * k_b + i_t * k_t + i_g * k_h, m_rows, o_j, D, TURNED, WIDE)
+        p_keyed = rows_from(p_k + i_g * k_h, i_row, k_b, k_t, T, BM, EVEN)
+        b_k = load_rows(p_keyed, m_rows, o_j, D, TURNED, WIDE)
         b_start, b_log = b_q, tl.zeros([BM, DP], WIDE)
         for _ in range(STEPS):
             b_s, b_t = scale_and_shift(b_k, b_qw1, p_qb1, b_qw2, b_qw3, p_qb2, o_h, m_h, o_d, m_d, limit, D, DOT, FAST)
@@ -132,20 +135,22 @@ def affine_forward(
             b_k = b_k * tl.exp(b_s) + b_t
         b_cos, b_sin = tl.zeros([1, 1], WIDE), tl.zeros([1, 1], WIDE)
         if TURNED:
-            b_cos, b_sin = load_angles(p_cos, p_sin, i_b * a_b + i_t * a_t, m_rows, o_j, TURNED, WIDE)
-        o_out = o_row.to(tl.int64) * (G * D) + i_g * D
-        b_y = finished(b_k, b_gain_k, b_cos, b_sin, eps, NORM, TURN_K, D)
-        store_rows(p_k_out + o_out, m_rows, o_j, b_y, D, TURNED)
+            p_c = rows_from(p_cos, i_row, a_b, a_t, T, BM, EVEN)
+            p_s = rows_from(p_sin, i_row, a_b, a_t, T, BM, EVEN)
+            b_cos, b_sin = load_angles(p_c, p_s, m_rows, o_j, TURNED, WIDE)
+        o_first, o_out = i_row.to(tl.int64) * (G * D) + i_g * D, tl.arange(0, BM) * (G * D)
+        b_y = finished(b_k, b_gain_k, b_cos, b_sin, eps, NORM, TURN_K * TURNED, D)
+        store_rows(p_k_out + o_first + o_out, m_rows, o_j, b_y, D, TURNED)
         if R == 1:
-            b_y = finished(b_q, b_gain_q, b_cos, b_sin, eps, NORM, TURNED != 0, D)
-            store_rows(p_q_out + o_out, m_rows, o_j, b_y, D, TURNED)
+            b_y = finished(b_q, b_gain_q, b_cos, b_sin, eps, NORM, TURNED, D)
+            store_rows(p_q_out + o_first + o_out, m_rows, o_j, b_y, D, TURNED)
         else:
             b_e = tl.exp(b_log)
             for i_r in range(R):
                 b_y = load_rows(p_queries + i_r * q_h, m_rows, o_j, D, TURNED, WIDE)
                 b_y = (b_y - b_start) * b_e + b_q
-                b_y = finished(b_y, b_gain_q, b_cos, b_sin, eps, NORM, TURNED != 0, D)
-                store_rows(p_q_out + o_out * R + i_r * D, m_rows, o_j, b_y, D, TURNED)
+                b_y = finished(b_y, b_gain_q, b_cos, b_sin, eps, NORM, TURNED, D)
+                store_rows(p_q_out + o_first * R + i_r * D + o_out * R, m_rows, o_j, b_y, D, TURNED)
 
 
 @triton.jit
@@ -207,6 +212,7 @@ def affine_backward(
     WIDE: tl.constexpr,
     FAST: tl.constexpr,
     BM: tl.constexpr,
+    EVEN: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """dq, dk, and what `affine_weights` needs."""
@@ -234,13 +240,13 @@ def affine_backward(
 
     for i_tile in tl.range(first, last, stride, num_stages=STAGES):
         i_g = i_tile % G
-        o_row = (begin + i_tile // G) * BM + tl.arange(0, BM)
-        m_rows = o_row < rows
-        i_b, i_t = (o_row // T).to(tl.int64), (o_row % T).to(tl.int64)
-        p_queries = p_q + i_b * q_b + i_t * q_t + i_g * R * q_h
-        p_dqueries = p_dq_out + i_b * dq_b + i_t * dq_t + i_g * R * dq_h
+        i_row = (begin + i_tile // G) * BM
+        m_rows = i_row + tl.arange(0, BM) < rows
+        p_queries = rows_from(p_q + i_g * R * q_h, i_row, q_b, q_t, T, BM, EVEN)
+        p_dqueries = rows_from(p_dq_out + i_g * R * dq_h, i_row, dq_b, dq_t, T, BM, EVEN)
         b_q = mean_of_group(p_queries, q_h, m_rows, o_j, R, D, TURNED, WIDE)
-        b_k = load_rows(p_k + i_b * k_b + i_t * k_t + i_g * k_h, m_rows, o_j, D, TURNED, WIDE)
+        p_keyed = rows_from(p_k + i_g * k_h, i_row, k_b, k_t, T, BM, EVEN)
+        b_k = load_rows(p_keyed, m_rows, o_j, D, TURNED, WIDE)
         o_unit = (i_tile * (STEPS * 6 * BM) + tl.arange(0, BM)).to(tl.int64)
         p_unit = p_work + o_unit[:, None] * DP + tl.arange(0, DP)[None, :]
 
@@ -271,15 +277,18 @@ def affine_backward(
 
         b_cos, b_sin = tl.zeros([1, 1], WIDE), tl.zeros([1, 1], WIDE)
         if TURNED:
-            b_cos, b_sin = load_angles(p_cos, p_sin, i_b * a_b + i_t * a_t, m_rows, o_j, TURNED, WIDE)
-        b_dk = load_rows(p_dk_out + i_b * dk_b + i_t * dk_t + i_g * dk_h, m_rows, o_j, D, TURNED, WIDE)
-        b_dk, b_unit = finish_backward(b_dk, b_k_end, b_gain_k, b_cos, b_sin, eps, NORM, TURN_K, D)
+            p_c = rows_from(p_cos, i_row, a_b, a_t, T, BM, EVEN)
+            p_s = rows_from(p_sin, i_row, a_b, a_t, T, BM, EVEN)
+            b_cos, b_sin = load_angles(p_c, p_s, m_rows, o_j, TURNED, WIDE)
+        p_dkeyed = rows_from(p_dk_out + i_g * dk_h, i_row, dk_b, dk_t, T, BM, EVEN)
+        b_dk = as_result(load_rows(p_dkeyed, m_rows, o_j, D, TURNED, p_dk_out.dtype.element_ty), DOT, WIDE)
+        b_dk, b_unit = finish_backward(b_dk, b_k_end, b_gain_k, b_cos, b_sin, eps, NORM, TURN_K * TURNED, D)
         if p_gain_k is not None:
             add_columns(p_sums + D, b_unit, o_d, m_d)
         b_extra = tl.zeros([BM, DP], WIDE)  # the gradient of log E
         if R == 1:
-            b_dq = load_rows(p_dqueries, m_rows, o_j, D, TURNED, WIDE)
-            b_dq, b_unit = finish_backward(b_dq, b_q_end, b_gain_q, b_cos, b_sin, eps, NORM, TURNED != 0, D)
+            b_dq = as_result(load_rows(p_dqueries, m_rows, o_j, D, TURNED, p_dq_out.dtype.element_ty), DOT, WIDE)
+            b_dq, b_unit = finish_backward(b_dq, b_q_end, b_gain_q, b_cos, b_sin, eps, NORM, TURNED, D)
             if p_gain_q is not None:
                 add_columns(p_sums, b_unit, o_d, m_d)
         else:
@@ -287,7 +296,7 @@ def affine_backward(
             for i_r in range(R):
                 b_x = (load_rows(p_queries + i_r * q_h, m_rows, o_j, D, TURNED, WIDE) - b_start) * b_e
                 b_dy = load_rows(p_dqueries + i_r * dq_h, m_rows, o_j, D, TURNED, WIDE)
-                b_dy, b_unit = finish_backward(b_dy, b_x + b_q_end, b_gain_q, b_cos, b_sin, eps, NORM, TURNED != 0, D)
+                b_dy, b_unit = finish_backward(b_dy, b_x + b_q_end, b_gain_q, b_cos, b_sin, eps, NORM, TURNED, D)
                 b_dq += b_dy
                 b_extra += b_dy * b_x
                 if p_gain_q is not None:
@@ -320,17 +329,17 @@ def affine_backward(
             tl.store(p_query + SIZE, b_draw)
             b_dk += b_du
 
-        o_out = o_row.to(tl.int64) * (G * D) + i_g * D
-        store_rows(p_dk + o_out, m_rows, o_j, b_dk, D, TURNED)
+        o_first, o_out = i_row.to(tl.int64) * (G * D) + i_g * D, tl.arange(0, BM) * (G * D)
+        store_rows(p_dk + o_first + o_out, m_rows, o_j, b_dk, D, TURNED)
         if R == 1:
-            store_rows(p_dq + o_out, m_rows, o_j, b_dq, D, TURNED)
+            store_rows(p_dq + o_first + o_out, m_rows, o_j, b_dq, D, TURNED)
         else:
             b_dq = (b_dq - b_received * b_e) / R
             for i_r in range(R):
                 b_x = (load_rows(p_queries + i_r * q_h, m_rows, o_j, D, TURNED, WIDE) - b_start) * b_e
                 b_dy = load_rows(p_dqueries + i_r * dq_h, m_rows, o_j, D, TURNED, WIDE)
-                b_dy, _ = finish_backward(b_dy, b_x + b_q_end, b_gain_q, b_cos, b_sin, eps, NORM, TURNED != 0, D)
-                store_rows(p_dq + o_out * R + i_r * D, m_rows, o_j, b_dy * b_e + b_dq, D, TURNED)
+                b_dy, _ = finish_backward(b_dy, b_x + b_q_end, b_gain_q, b_cos, b_sin, eps, NORM, TURNED, D)
+                store_rows(p_dq + o_first * R + i_r * D + o_out * R, m_rows, o_j, b_dy * b_e + b_dq, D, TURNED)
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from qklab.ops.coupling.kernels import (
     load_angles,
     load_gain,
     load_matrix,
+    rows_from,
     store_matrix,
 )
 from qklab.ops.coupling.maps import GRADIENT, MLP, add_columns, column_of, force, force_backward, load_rows, store_rows
@@ -56,6 +57,7 @@ def alone_forward(
     WIDE: tl.constexpr,
     FAST: tl.constexpr,
     BM: tl.constexpr,
+    EVEN: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     i_head = tl.program_id(0) % HEADS
@@ -76,17 +78,18 @@ def alone_forward(
     for i_block in tl.range(
         tl.program_id(0) // HEADS, tl.cdiv(rows, BM), tl.num_programs(0) // HEADS, num_stages=STAGES
     ):
-        o_row = i_block * BM + tl.arange(0, BM)
-        m_rows = o_row < rows
-        i_b, i_t = (o_row // T).to(tl.int64), (o_row % T).to(tl.int64)
-        b_x = load_rows(p_x + i_b * x_b + i_t * x_t + i_head * x_h, m_rows, o_j, D, TURNED, WIDE)
+        i_row = i_block * BM
+        m_rows = i_row + tl.arange(0, BM) < rows
+        b_x = load_rows(rows_from(p_x + i_head * x_h, i_row, x_b, x_t, T, BM, EVEN), m_rows, o_j, D, TURNED, WIDE)
         b_cos, b_sin = tl.zeros([1, 1], WIDE), tl.zeros([1, 1], WIDE)
         if TURN:
-            b_cos, b_sin = load_angles(p_cos, p_sin, i_b * a_b + i_t * a_t, m_rows, o_j, TURNED, WIDE)
+            p_c = rows_from(p_cos, i_row, a_b, a_t, T, BM, EVEN)
+            p_s = rows_from(p_sin, i_row, a_b, a_t, T, BM, EVEN)
+            b_cos, b_sin = load_angles(p_c, p_s, m_rows, o_j, TURNED, WIDE)
         for _ in range(STEPS):
             b_x += step * force(b_x, b_w1, p_b1, b_w2, p_b2, o_h, m_h, o_d, m_d, FORCE, DOT, FAST)
-        b_x = finished(b_x, b_gain, b_cos, b_sin, eps, NORM, TURN, D)
-        store_rows(p_out + o_row.to(tl.int64) * (HEADS * D) + i_head * D, m_rows, o_j, b_x, D, TURNED)
+        b_x = finished(b_x, b_gain, b_cos, b_sin, eps, NORM, TURN * TURNED, D)
+        store_rows(p_out + i_row.to(tl.int64) * (HEADS * D) + i_head * D + tl.arange(0, BM) * (HEADS * D), m_rows, o_j, b_x, D, TURNED)
 
 
 @triton.jit
@@ -139,6 +142,7 @@ def alone_backward(
     WIDE: tl.constexpr,
     FAST: tl.constexpr,
     BM: tl.constexpr,
+    EVEN: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     i_head = tl.program_id(0) % HEADS
@@ -169,14 +173,15 @@ def alone_backward(
     for i_block in tl.range(
         tl.program_id(0) // HEADS, tl.cdiv(rows, BM), tl.num_programs(0) // HEADS, num_stages=STAGES
     ):
-        o_row = i_block * BM + tl.arange(0, BM)
-        m_rows = o_row < rows
-        i_b, i_t = (o_row // T).to(tl.int64), (o_row % T).to(tl.int64)
-        b_x = load_rows(p_x + i_b * x_b + i_t * x_t + i_head * x_h, m_rows, o_j, D, TURNED, WIDE)
-        b_dx = load_rows(p_dout + i_b * d_b + i_t * d_t + i_head * d_h, m_rows, o_j, D, TURNED, WIDE)
+        i_row = i_block * BM
+        m_rows = i_row + tl.arange(0, BM) < rows
+        b_x = load_rows(rows_from(p_x + i_head * x_h, i_row, x_b, x_t, T, BM, EVEN), m_rows, o_j, D, TURNED, WIDE)
+        b_dx = load_rows(rows_from(p_dout + i_head * d_h, i_row, d_b, d_t, T, BM, EVEN), m_rows, o_j, D, TURNED, WIDE)
         b_cos, b_sin = tl.zeros([1, 1], WIDE), tl.zeros([1, 1], WIDE)
         if TURN:
-            b_cos, b_sin = load_angles(p_cos, p_sin, i_b * a_b + i_t * a_t, m_rows, o_j, TURNED, WIDE)
+            p_c = rows_from(p_cos, i_row, a_b, a_t, T, BM, EVEN)
+            p_s = rows_from(p_sin, i_row, a_b, a_t, T, BM, EVEN)
+            b_cos, b_sin = load_angles(p_c, p_s, m_rows, o_j, TURNED, WIDE)
         b_end = b_x
         if STEPS > 1:
             o_state = tl.arange(0, BM)[:, None] * DP + tl.arange(0, DP)[None, :]
@@ -189,7 +194,7 @@ def alone_backward(
                 b_end += step * force(b_end, b_w1, p_b1, b_w2, p_b2, o_h, m_h, o_d, m_d, FORCE, DOT, FAST)
         if STEPS > 1:
             tl.debug_barrier()
-        b_dx, b_unit = finish_backward(b_dx, b_end, b_gain, b_cos, b_sin, eps, NORM, TURN, D)
+        b_dx, b_unit = finish_backward(b_dx, b_end, b_gain, b_cos, b_sin, eps, NORM, TURN * TURNED, D)
         if p_gain is not None:
             add_columns(p_sums + o_gain, b_unit, o_d, m_d)
         for i_back in range(STEPS):
@@ -201,7 +206,7 @@ def alone_backward(
             )  # fmt: skip
             b_dstep += b_along
             b_dx += b_du
-        store_rows(p_dx + o_row.to(tl.int64) * (HEADS * D) + i_head * D, m_rows, o_j, b_dx, D, TURNED)
+        store_rows(p_dx + i_row.to(tl.int64) * (HEADS * D) + i_head * D + tl.arange(0, BM) * (HEADS * D), m_rows, o_j, b_dx, D, TURNED)
     tl.store(p_sums + o_step, tl.sum(b_dstep, 0))
     store_matrix(p_sums + o_w1, b_dw1, o_h, m_h, D, o_d, m_d, 1)
     if FORCE == MLP:

@@ -1,7 +1,8 @@
 """The coupling maps on tiles: what one program does with the queries and keys of a block of tokens.
 
-A tile [M, D] holds its columns in pairs: entries 2j and 2j + 1 are the two that RoPE turns together, so a rotation
-finds both in one thread. Weights are tiles [h, D] in the same order. State is float32; products take their operands in
+A rotation must find the two entries it turns together in one thread. Where all D = 2^n entries turn they lie D/2 apart, as
+columns of a product's result do; else a tile [M, D] holds its columns in pairs: entries 2j and 2j + 1 turn together.
+Weights are tiles [h, D] in the same order. State is float32; products take their operands in
 DOT. Prefixes: p_ pointer, o_ offsets, m_ mask, b_ block of values, i_ index.
 """
 
@@ -59,54 +60,86 @@ def columns(o_j, D: tl.constexpr, TURNED: tl.constexpr):
     """Where pair j's two entries lie among the D of a head, of which the first 2·TURNED turn: offsets and masks."""
     half: tl.constexpr = (D + 1) // 2
     o_a, o_b = o_j, o_j + half
-    if TURNED != 0 and half != TURNED:
+    if half != TURNED:
         o_a = tl.where(o_j < TURNED, o_j, o_j + TURNED)
         o_b = tl.where(o_j < TURNED, o_j + TURNED, o_j + half)
     return o_a, o_b, o_j < half, (o_j < half) & (o_b < D)
 
 
 @triton.jit
-def paired(b_a, b_b):
-    """Two [M, D/2] → [M, D], their columns alternating."""
-    return tl.reshape(tl.join(b_a, b_b), [b_a.shape[0], 2 * b_a.shape[1]])
+def paired(b_a, b_b, ALTERNATE: tl.constexpr):
+    """Two [M, D/2] → [M, D]: their columns alternating, or all of the first before the second's."""
+    b_x = tl.join(b_a, b_b)
+    if not ALTERNATE:
+        b_x = tl.permute(b_x, (0, 2, 1))
+    return tl.reshape(b_x, [b_a.shape[0], 2 * b_a.shape[1]])
 
 
 @triton.jit
-def unpaired(b_x):
-    """[M, D] → its even and its odd columns, two [M, D/2]."""
-    return tl.split(tl.reshape(b_x, [b_x.shape[0], b_x.shape[1] // 2, 2]))
+def unpaired(b_x, ALTERNATE: tl.constexpr):
+    """[M, D] → its even and its odd columns, or its first and second half: two [M, D/2]."""
+    if ALTERNATE:
+        b_x = tl.reshape(b_x, [b_x.shape[0], b_x.shape[1] // 2, 2])
+    else:
+        b_x = tl.permute(tl.reshape(b_x, [b_x.shape[0], 2, b_x.shape[1] // 2]), (0, 2, 1))
+    return tl.split(b_x)
 
 
 @triton.jit
-def load_rows(p_rows, m_rows, o_j, D: tl.constexpr, TURNED: tl.constexpr, WIDE: tl.constexpr):
-    """The rows that start at p_rows [M], as a tile [M, D]."""
-    o_a, o_b, m_a, m_b = columns(o_j, D, TURNED)
-    b_a = tl.load(p_rows[:, None] + o_a[None, :], mask=m_rows[:, None] & m_a[None, :], other=0.0)
-    b_b = tl.load(p_rows[:, None] + o_b[None, :], mask=m_rows[:, None] & m_b[None, :], other=0.0)
-    return paired(b_a, b_b).to(WIDE)
+def load_rows(
+    p_rows, m_rows, o_j, D: tl.constexpr, TURNED: tl.constexpr, WIDE: tl.constexpr, FULL: tl.constexpr = False
+):  # fmt: skip
+    """The rows that start at p_rows [M], as a tile [M, D]; FULL: all of them exist."""
+    DP: tl.constexpr = 2 * o_j.shape[0]
+    if TURNED == 0 or 2 * TURNED == DP:
+        o_d = tl.arange(0, DP)
+        if FULL and D == DP:
+            b_x = tl.load(p_rows[:, None] + o_d[None, :])
+        else:
+            b_x = tl.load(p_rows[:, None] + o_d[None, :], mask=m_rows[:, None] & (o_d < D)[None, :], other=0.0)
+    else:
+        o_a, o_b, m_a, m_b = columns(o_j, D, TURNED)
+        b_a = tl.load(p_rows[:, None] + o_a[None, :], mask=m_rows[:, None] & m_a[None, :], other=0.0)
+        b_b = tl.load(p_rows[:, None] + o_b[None, :], mask=m_rows[:, None] & m_b[None, :], other=0.0)
+        b_x = paired(b_a, b_b, True)
+    return b_x.to(WIDE)
 
 
 @triton.jit
-def store_rows(p_rows, m_rows, o_j, b_x, D: tl.constexpr, TURNED: tl.constexpr):
-    o_a, o_b, m_a, m_b = columns(o_j, D, TURNED)
-    b_a, b_b = unpaired(b_x.to(p_rows.dtype.element_ty))
-    tl.store(p_rows[:, None] + o_a[None, :], b_a, mask=m_rows[:, None] & m_a[None, :])
-    tl.store(p_rows[:, None] + o_b[None, :], b_b, mask=m_rows[:, None] & m_b[None, :])
+def store_rows(p_rows, m_rows, o_j, b_x, D: tl.constexpr, TURNED: tl.constexpr, FULL: tl.constexpr = False):
+    DP: tl.constexpr = 2 * o_j.shape[0]
+    b_x = b_x.to(p_rows.dtype.element_ty)
+    if TURNED == 0 or 2 * TURNED == DP:
+        o_d = tl.arange(0, DP)
+        if FULL and D == DP:
+            tl.store(p_rows[:, None] + o_d[None, :], b_x)
+        else:
+            tl.store(p_rows[:, None] + o_d[None, :], b_x, mask=m_rows[:, None] & (o_d < D)[None, :])
+    else:
+        o_a, o_b, m_a, m_b = columns(o_j, D, TURNED)
+        b_a, b_b = unpaired(b_x, True)
+        tl.store(p_rows[:, None] + o_a[None, :], b_a, mask=m_rows[:, None] & m_a[None, :])
+        tl.store(p_rows[:, None] + o_b[None, :], b_b, mask=m_rows[:, None] & m_b[None, :])
 
 
 @triton.jit
 def column_of(o_d, D: tl.constexpr, TURNED: tl.constexpr):
     """Where the tile's columns [D] lie among a head's entries, and which of them exist."""
-    o_a, o_b, m_a, m_b = columns(o_d // 2, D, TURNED)
-    even = o_d % 2 == 0
-    return tl.where(even, o_a, o_b), tl.where(even, m_a, m_b)
+    if TURNED == 0 or 2 * TURNED == o_d.shape[0]:
+        o_column, m_column = o_d, o_d < D
+    else:
+        o_a, o_b, m_a, m_b = columns(o_d // 2, D, TURNED)
+        even = o_d % 2 == 0
+        o_column, m_column = tl.where(even, o_a, o_b), tl.where(even, m_a, m_b)
+    return o_column, m_column
 
 
 @triton.jit
-def turned(b_x, b_cos, b_sin):
+def turned(b_x, b_cos, b_sin, TURNED: tl.constexpr):
     """R x: b_cos, b_sin [M, D/2]."""
-    b_a, b_b = unpaired(b_x)
-    return paired(b_a * b_cos - b_b * b_sin, b_b * b_cos + b_a * b_sin)
+    ALTERNATE: tl.constexpr = 2 * TURNED != b_x.shape[1]
+    b_a, b_b = unpaired(b_x, ALTERNATE)
+    return paired(b_a * b_cos - b_b * b_sin, b_b * b_cos + b_a * b_sin, ALTERNATE)
 
 
 @triton.jit
@@ -127,11 +160,17 @@ def norm_backward(b_dy, b_x, b_gain, eps, D: tl.constexpr):
 
 @triton.jit
 def load_vector(p_b, o_b, m_b, WIDE: tl.constexpr):
-    """[·] in WIDE; zeros where there is none.
+    """[·] in WIDE; zeros where there is none; p_b itself where it is loaded already.
 
-    Biases are read where they are used: kept, each would take as many registers as half a tile.
+    Backwards, biases are read where they are used: kept, each would take as many registers as half a tile.
     """
-    return tl.zeros([o_b.shape[0]], WIDE) if p_b is None else tl.load(p_b + o_b, mask=m_b, other=0.0).to(WIDE)
+    if p_b is None:
+        b_b = tl.zeros([o_b.shape[0]], WIDE)
+    elif p_b.type.is_ptr():
+        b_b = tl.load(p_b + o_b, mask=m_b, other=0.0).to(WIDE)
+    else:
+        b_b = p_b
+    return b_b
 
 
 @triton.jit
@@ -182,16 +221,27 @@ def force(b_u, b_w1, p_b1, b_w2, p_b2, o_h, m_h, o_d, m_d, FORCE: tl.constexpr, 
 
 @triton.jit
 def pulled_back(
-    b_u, b_dy, b_w1, p_b1, b_w2, p_b2, o_h, m_h, FORCE: tl.constexpr, DOT: tl.constexpr, FAST: tl.constexpr
+    b_u, b_dy, b_w1, p_b1, b_w2, p_b2, o_h, m_h, o_d, m_d,
+    VALUE: tl.constexpr, FORCE: tl.constexpr, DOT: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """du of y = f(u), given dy: [M, D] each."""
+    """du of y = f(u), given dy, and f(u) itself if VALUE (else dy): [M, D] each."""
+    b_f = b_dy
     if FORCE == LINEAR:
         b_du = product(b_dy, b_w1, DOT)
+        if VALUE:
+            b_f = product(b_u, tl.trans(b_w1), DOT)
     else:
-        b_z, b_s, _ = hidden(b_u, b_w1, p_b1, p_b2, o_h, m_h, FORCE, DOT, FAST)
+        b_z, b_s, b_h = hidden(b_u, b_w1, p_b1, p_b2, o_h, m_h, FORCE, DOT, FAST)
+        if VALUE:
+            if FORCE == GRADIENT:
+                b_f = -product(b_h, b_w1, DOT)
+            else:
+                b_f = product(b_h, b_w2, DOT)
+                if p_b2 is not None:
+                    b_f += load_vector(p_b2, o_d, m_d, b_f.dtype)[None, :]
         b_dh = -product(b_dy, tl.trans(b_w1), DOT) if FORCE == GRADIENT else product(b_dy, tl.trans(b_w2), DOT)
         b_du = product(hidden_backward(b_dh, b_z, b_s, p_b2, o_h, m_h, FORCE), b_w1, DOT)
-    return b_du
+    return b_du, b_f
 
 
 @triton.jit

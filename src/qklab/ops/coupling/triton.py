@@ -37,12 +37,14 @@ class Launch:
 
 def launch(direction: str, kind: str, DP: int, HP: int) -> Launch:
     """The launch for heads of DP and networks of HP padded entries: of the forward, of the backward, and of the weight
-    gradients, whose block is the backward's; benchmarks/coupling.py tries others."""
-    if kind in ("affine", "uncoupled") or DP * HP > 64 * 64:
-        return Launch(programs=2)
-    if direction == "forward":
-        return Launch(programs=4, registers=128)
-    return Launch(programs=2) if direction == "weights" else Launch(programs=3, registers=168)
+    gradients, whose block is the backward's. The fastest found on an H200."""
+    if kind == "uncoupled" or direction == "weights":
+        return Launch()
+    if kind == "affine":
+        return Launch(block=32) if direction == "backward" else Launch()
+    if DP * HP > 64 * 64:
+        return Launch(block=32, stages=2) if direction == "forward" else Launch(block=32, warps=8, stages=2, programs=1)
+    return Launch(stages=3) if direction == "forward" else Launch(stages=2)
 
 
 def padded(width: int) -> int:
@@ -149,8 +151,9 @@ def run(kernel: Any, programs: int, *arguments: Any, **choices: Any) -> None:
     kernel[(programs,)](*arguments, **choices)
 
 
-def options(how: Launch) -> dict[str, int | None]:
-    return {"BM": how.block, "STAGES": how.stages, "num_warps": how.warps, "maxnreg": how.registers}
+def options(how: Launch, T: int | None = None) -> dict[str, int | None]:
+    even = {} if T is None else {"EVEN": T % how.block == 0}
+    return {"BM": how.block, **even, "STAGES": how.stages, "num_warps": how.warps, "maxnreg": how.registers}
 
 
 def strides(x: Tensor) -> tuple[int, int, int]:
@@ -168,7 +171,7 @@ def forward(q: Tensor, k: Tensor, *choices: Any) -> tuple[Tensor, Tensor]:
         for i, (x, out) in enumerate(((call.q, q_out), (call.k, k_out))):
             run_alone(call, how, i, x, out)
         return q_out, k_out
-    common = {"G": call.G, "R": call.H // call.G, "TURN_K": call.turn_key, **call.shape, **options(how)}
+    common = {"G": call.G, "R": call.H // call.G, "TURN_K": call.turn_key, **call.shape, **options(how, call.T)}
     tensors = (call.q, call.k, call.cos, call.sin)
     scalars = (*strides(call.q), *strides(call.k), *call.angle_strides())
     if call.kind == "affine":
@@ -194,7 +197,7 @@ def run_alone(call: Call, how: Launch, i: int, x: Tensor, out: Tensor) -> None:
         x, call.cos, call.sin, call.weights["step"], *call.network(i), call.gains()[i], out,
         *strides(x), *call.angle_strides(), call.eps or 0.0, call.rows, call.T, call.per_head, call.step_per_head,
         HEADS=heads, R=heads // call.G, TURN=bool(call.turned) and (i == 0 or call.turn_key), FORCE=call.force,
-        **call.shape, **options(how),
+        **call.shape, **options(how, call.T),
     )  # fmt: skip
 
 
@@ -228,7 +231,7 @@ class Parts:
         first launch sums `aside` numbers."""
         self.blocks = triton.cdiv(call.rows, how.block)
         left = call.G * tiles * how.block * call.DP
-        most = max(1, min(self.blocks, WORKSPACE // (left * call.precision.itemsize)))
+        most = max(1, min(self.blocks, WORKSPACE // max(1, left * call.precision.itemsize)))
         count = triton.cdiv(self.blocks, most)
         self.most = triton.cdiv(self.blocks, count)
         self.count = triton.cdiv(self.blocks, self.most)
@@ -274,7 +277,7 @@ def affine_backward(call: Call, how: Launch, dq_out: Tensor, dk_out: Tensor, dq:
             dq_out, dk_out, dq, dk, asides, parts.work, states,
             *strides(call.q), *strides(call.k), *strides(dq_out), *strides(dk_out), *call.angle_strides(),
             call.limit, call.eps or 0.0, call.rows, call.T, begin, tiles, call.per_head,
-            HEADED=call.headed(), G=call.G, R=call.H // call.G, TURN_K=call.turn_key, **call.shape, **options(how),
+            HEADED=call.headed(), G=call.G, R=call.H // call.G, TURN_K=call.turn_key, **call.shape, **options(how, call.T),
         )  # fmt: skip
         for i, offset in ((0, 3), (1, 0)):  # a step's key tiles lie before its query tiles
             run(
@@ -290,11 +293,13 @@ def affine_backward(call: Call, how: Launch, dq_out: Tensor, dk_out: Tensor, dq:
 
 def forced_backward(call: Call, how: Launch, dq_out: Tensor, dk_out: Tensor, dq: Tensor, dk: Tensor) -> Tensor:
     """Fills dq and dk, and returns the weights' gradients in a row [G or 1, total]."""
-    evaluations = call.steps + (call.kind == "leapfrog")
-    parts = Parts(call, how, tiles=2 * evaluations, units=evaluations, aside=1 + 2 * call.D)
+    lean = call.q.dtype == call.precision and call.H == call.G and (call.kind != "euler" or call.steps == 1)
+    left = call.steps + (call.kind == "leapfrog") - lean
+    tiles = 1 if lean and call.kind == "euler" else 2 * left
+    parts = Parts(call, how, tiles=tiles, units=max(left, 1), aside=1 + 2 * call.D)
     kicks = call.q.new_empty((parts.count, parts.later, parts.slices), dtype=call.wide)
     keys = None
-    if call.steps > 1:
+    if call.steps > 1 and call.kind == "euler":
         keys = call.q.new_empty((parts.programs, call.steps, how.block, call.DP), dtype=call.precision)
     shape = dict(call.shape)
     del shape["NORM"], shape["STEPS"]
@@ -305,14 +310,16 @@ def forced_backward(call: Call, how: Launch, dq_out: Tensor, dk_out: Tensor, dq:
             dq_out, dk_out, dq, dk, asides, parts.work, keys,
             *strides(call.q), *strides(call.k), *strides(dq_out), *strides(dk_out), *call.angle_strides(),
             call.eps or 0.0, call.rows, call.T, begin, tiles, call.per_head, call.step_per_head,
-            HEADED=call.headed(), G=call.G, R=call.H // call.G, TURN_K=call.turn_key, EVALUATIONS=evaluations,
-            KIND=KINDS[call.kind], FORCE=call.force, **call.shape, **options(how),
+            HEADED=call.headed(), LEAN=lean, G=call.G, R=call.H // call.G, TURN_K=call.turn_key, LEFT=left,
+            KIND=KINDS[call.kind], FORCE=call.force, **call.shape, **options(how, call.T),
         )  # fmt: skip
         run(
             kernels.forced_weights, parts.later * parts.slices,
-            parts.work, call.weights["step"], *call.network(0), sums, kicks[begin // parts.most], tiles,
+            parts.work, call.q, dk, call.weights["step"], *call.network(0), sums, kicks[begin // parts.most],
+            *strides(call.q), call.rows, call.T, begin, tiles,
             call.per_head, call.step_per_head, call.total, *call.network_starts(0),
-            HEADED=call.headed(), G=call.G, SLICE=parts.slice, EVALUATIONS=evaluations, FORCE=call.force,
+            HEADED=call.headed(), G=call.G, SLICE=parts.slice, LEFT=left, LEAN=lean,
+            KIND=KINDS[call.kind], FORCE=call.force, EVEN=call.T % how.block == 0,
             **shape, **options(parts.then) | {"BM": how.block},
         )  # fmt: skip
     flat, aside = parts.gradients()
@@ -336,6 +343,6 @@ def run_alone_backward(call: Call, how: Launch, i: int, x: Tensor, dout: Tensor,
         call.per_head, call.step_per_head, call.total,
         call.starts["step"], *call.network_starts(i), call.starts.get(gain, 0),
         HEADS=heads, R=heads // call.G, TURN=bool(call.turned) and (i == 0 or call.turn_key), FORCE=call.force,
-        **call.shape, **options(how),
+        **call.shape, **options(how, call.T),
     )  # fmt: skip
     return call.summed(sums, heads)

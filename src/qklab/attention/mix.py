@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qklab.attention.places import Places
+from qklab.ops.decode import decode
+from qklab.ops.differential import differential, differential_v2
 
 if TYPE_CHECKING:
     from qklab.attention.spec import AttentionSpec
@@ -24,6 +26,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, places: Places, bias: 
 
     Query head h reads key/value head ⌊h·G/H⌋.
     """
+    if places.cached and bias is None:
+        return decode(q, k, None if v is k else v, scale=scale, starts=places.starts)
     if places.blocks is not None and bias is None:
         from torch.nn.attention.flex_attention import flex_attention
 
@@ -125,7 +129,6 @@ class Differential(Softmax):
 
     def __init__(self, spec: AttentionSpec, layer: int):
         super().__init__(spec, layer)
-        self.pairs, self.groups = spec.kv_heads // 2, spec.heads // spec.kv_heads
         self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * layer)
         self.query_lambdas = nn.Parameter(torch.empty(2, spec.head_width))
         self.key_lambdas = nn.Parameter(torch.empty(2, spec.head_width))
@@ -146,12 +149,11 @@ class Differential(Softmax):
         return first - second + self.lambda_init
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, places: Places, bias: Tensor | None) -> Tensor:
-        value = v.unflatten(2, (self.pairs, 2)).flatten(3)  # [B, S, G/2, 2D]
-        value = value.repeat_interleave(2, 2)  # both key heads of a pair weigh the same value
-        o = attend(q, k, value, self.scale, places, bias)  # [B, T, H, 2D]
-        o = o.unflatten(2, (self.pairs, 2, self.groups))
-        o = o[:, :, :, 0] - (self.weight() * o[:, :, :, 1]).to(o.dtype)  # [B, T, G/2, R, 2D]
-        return o.flatten(2, 3).unflatten(-1, (2, -1)).flatten(2, 3)  # [B, T, H, D]
+        def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attend(q, k, v, self.scale, places, bias)
+
+        o = differential(q, k, v, self.weight(), plain)  # [B, T, H/2, 2D]
+        return o.unflatten(-1, (2, -1)).flatten(2, 3)
 
     def finish(self, o: Tensor) -> Tensor:
         o = o.unflatten(2, (-1, 2)).flatten(3)  # [B, T, H/2, 2D]
@@ -179,8 +181,10 @@ class DifferentialV2(Softmax):
         self.weight = nn.Linear(spec.width, spec.heads, bias=False)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, places: Places, bias: Tensor | None) -> Tensor:
-        even, odd = attend(q, k, v, self.scale, places, bias).unflatten(2, (-1, 2)).unbind(3)
-        return even - torch.sigmoid(self.weight(x))[..., None] * odd
+        def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attend(q, k, v, self.scale, places, bias)
+
+        return differential_v2(q, k, v, torch.sigmoid(self.weight(x)), plain)
 
     @classmethod
     def parameters_of(cls, spec: AttentionSpec) -> int:
@@ -237,7 +241,10 @@ class LatentSoftmax(Softmax):
         up_value = self.up_value.weight.unflatten(0, (self.heads, -1))
         nope = torch.einsum("bthd,hdc->bthc", q[..., : self.head_width], up_key)
         q = torch.cat([nope, q[..., self.head_width :]], -1)
-        o = attend(q, latent, latent[..., : self.kv_rank], self.scale, places)  # [B, T, H, d_c]
+        if places.cached:
+            o = decode(q, latent, value_width=self.kv_rank, scale=self.scale, starts=places.starts)  # [B, T, H, d_c]
+        else:
+            o = attend(q, latent, latent[..., : self.kv_rank], self.scale, places)
         return torch.einsum("bthc,hdc->bthd", o, up_value)
 
     @classmethod

@@ -26,6 +26,8 @@ class Places(NamedTuple):
     angles: Angles | None  # of the new tokens
     key_angles: Angles | None  # of all S tokens, where keys are rotated on reading
     blocks: Any = None  # the mask of packed texts as flex_attention's BlockMask, inside a graph compiled for a GPU
+    cached: bool = False  # the new tokens follow others, which a cache holds
+    starts: Tensor | None = None  # [B], where a cached row's text starts after its left padding
 
 
 @torch.library.custom_op("qklab::rope_angles", mutates_args=())
@@ -49,8 +51,8 @@ def _(positions: Tensor, rotated: int, base: float, dtype: torch.dtype) -> tuple
 def locate(spec: AttentionSpec, x: Tensor, segments: Tensor | None, cache: Cache | None) -> Places:
     """Places of the tokens x [B, T, …] that follow what `cache` holds, or that are packed as `segments` [B, T].
 
-    A segment is a run of equal ids; positions restart with it and attention never leaves it. Tokens of a cache's left
-    padding likewise form a text of their own, which no real token sees.
+    A segment is a run of equal ids; positions restart with it and attention never leaves it. No real token sees the
+    tokens of a cache's left padding; what these see themselves is of no meaning.
     """
     tokens, device, blocks = x.shape[1], x.device, None
     before = 0 if cache is None else cache.length
@@ -78,7 +80,8 @@ def locate(spec: AttentionSpec, x: Tensor, segments: Tensor | None, cache: Cache
         angles = rope_angles(positions, spec.rotated_width, spec.rope_base, precision)
         if spec.kv_rotation == "on-read":
             key_angles = rope_angles(key_positions, spec.rotated_width, spec.rope_base, precision)
-    return Places(positions, mask, causal, angles, key_angles, blocks)
+    starts = None if cache is None else cache.left_padding
+    return Places(positions, mask, causal, angles, key_angles, blocks, cached=before > 0, starts=starts)
 
 
 def triangle(slots: Tensor, before: int) -> Tensor:

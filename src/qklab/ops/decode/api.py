@@ -1,0 +1,189 @@
+"""Attention over a cache: one call, several routes (README.md beside this says which is taken when, and why)."""
+
+import functools
+import importlib.util
+import logging
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from qklab.ops.decode import reference, sdpa
+from qklab.ops.decode.reference import Angles
+from qklab.ops.dispatch import why_no_triton
+from qklab.schema import suggestion
+
+Impl = Literal["auto", "reference", "sdpa", "triton"]
+IMPLS: tuple[str, ...] = ("auto", "reference", "sdpa", "triton")
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+KERNEL_ROWS = 128  # query rows of a group, H/G · T, up to which a call is bound by reading the cache
+
+
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+    angles: Angles | None = None,
+    value_width: int | None = None,
+    impl: Impl = "auto",
+) -> Tensor:
+    """o_i = Σ_j softmax_j(scale · q_i·k_j) v_j: q [B, T, H, D], k [B, S, G, D], v [B, S, G, E] → [B, T, H, E].
+
+    The T queries stand in the last slots of their row, which has `lengths` [B] filled slots (S by default); each sees
+    those from `starts` [B] (left padding, 0 by default) up to its own, and gives 0 where there are none. Query head h
+    reads key/value head ⌊h·G/H⌋.
+
+    Without v the value is the key, or its first `value_width` entries, and is read once: (Q,K=V), and MLA's absorbed
+    form over the latent (G = 1). `angles`, cos and sin [≥ S, r/2] by position, turn the pairs (k_i, k_{i+r/2}) of a key
+    that is its own value: compared as R_j k_j, summed as k_j, where j counts from the row's start. `scale` is 1/√D by
+    default. The cache may have another dtype than q; the result has q's. No copy of the cache is made, except by "sdpa"
+    and "reference" under `angles` or another dtype.
+
+    Only "reference" and "sdpa" have gradients; "auto" takes "sdpa" where they are wanted.
+    """
+    check(q, k, v, starts, lengths, angles, value_width, impl)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    width = k.shape[-1] if value_width is None else value_width
+    route = chosen(q, k, v, impl)
+    if route == "triton":
+        cos, sin = (None, None) if angles is None else angles
+        # compilers need an operator; called as one it takes the host a good deal longer
+        plain = type(q) is Tensor and type(k) is Tensor and not torch.compiler.is_compiling()
+        run = launch if plain else _decode
+        return run(q, k, v, cos, sin, starts, lengths, width if v is None else v.shape[-1], scale)
+    if v is None:
+        v = k if width == k.shape[-1] else k[..., :width]
+    run = reference.decode if route == "reference" else sdpa.decode
+    return run(q, k, v, scale, starts, lengths, angles)
+
+
+def chosen(q: Tensor, k: Tensor, v: Tensor | None, impl: str) -> str:
+    """The route for these tensors: "reference", "sdpa" or "triton"."""
+    if impl == "triton" and (obstacle := why_no_triton(q.device.type)):
+        raise ValueError(f"decode: impl='triton' cannot run: {obstacle}; use impl='sdpa' or 'auto'.")
+    if impl == "triton" and needs_gradients(q, k, v):
+        raise ValueError("decode: impl='triton' has no gradients; use impl='sdpa', or decode under torch.no_grad().")
+    if impl != "auto":
+        return impl
+    if not (q.is_cuda and HAS_TRITON):
+        if not torch.compiler.is_compiling():
+            announce(q.device.type, "sdpa", why_no_triton(q.device.type) or "Triton's interpreter is for tests")
+        return "sdpa"
+    obstacle = None
+    if not (q.dtype in KERNEL_DTYPES[:2] and k.dtype in KERNEL_DTYPES[:2]):
+        obstacle = "the numbers are wider than 16 bits"
+    elif needs_gradients(q, k, v):
+        obstacle = "gradients are wanted"
+    elif q.shape[1] * q.shape[2] > KERNEL_ROWS * k.shape[2]:
+        obstacle = f"more than {KERNEL_ROWS} query rows read one key head"
+    if not torch.compiler.is_compiling():
+        announce(q.device.type, "sdpa" if obstacle else "triton", obstacle or "reading the cache is all there is to do")
+    return "sdpa" if obstacle else "triton"
+
+
+def needs_gradients(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+@functools.cache
+def announce(device: str, route: str, reason: str) -> None:
+    """Say once what "auto" took."""
+    logging.getLogger("qklab").info("decode: impl='auto' takes %r on %s, since %s.", route, device, reason)
+
+
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    starts: Tensor | None,
+    lengths: Tensor | None,
+    angles: Angles | None,
+    value_width: int | None,
+    impl: str,
+) -> None:
+    """Raise where the arguments do not fit together."""
+    if impl not in IMPLS:
+        known = ", ".join(map(repr, IMPLS))
+        raise ValueError(f"impl must be one of {known}{suggestion(impl, IMPLS)}, but {impl!r} came.")
+    fits = q.dim() == k.dim() == 4 and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
+    if not fits or k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ValueError(
+            "q must have shape [B, T, H, D] and k [B, S, G, D] with G dividing H, "
+            f"but q {list(q.shape)} and k {list(k.shape)} came."
+        )
+    if v is not None and (v.dim() != 4 or v.shape[:3] != k.shape[:3] or v.dtype != k.dtype):
+        raise ValueError(
+            f"v must be {k.dtype} of shape {[*k.shape[:3], 'E']}, as k is, but {v.dtype} {list(v.shape)} came."
+        )
+    if not (q.is_floating_point() and k.is_floating_point()):
+        raise ValueError(f"q and k must be floating-point tensors, but {q.dtype} and {k.dtype} came.")
+    if lengths is None and q.shape[1] > k.shape[1]:
+        raise ValueError(f"the {q.shape[1]} queries stand in the last of the slots, but there are {k.shape[1]}.")
+    for name, rows in (("starts", starts), ("lengths", lengths)):
+        if rows is not None and (rows.shape != q.shape[:1] or rows.dtype not in (torch.int32, torch.int64)):
+            raise ValueError(
+                f"{name} must be {q.shape[0]} whole numbers, one per row, but {rows.dtype} {list(rows.shape)} came."
+            )
+    if value_width is not None and (v is not None or not 0 < value_width <= k.shape[3]):
+        raise ValueError(
+            f"value_width says how many of a key's {k.shape[3]} entries are its value, where there is no v, "
+            f"but {value_width} came{' with a v' if v is not None else ''}."
+        )
+    if angles is not None:
+        check_angles(k, v, angles, value_width)
+    others = [tensor for tensor in (k, v, starts, lengths, *(angles or ())) if tensor is not None]
+    if any(tensor.device != q.device for tensor in others):
+        raise ValueError(f"all tensors must be on q's device {q.device}; move them together.")
+    if impl == "triton" and not (q.dtype in KERNEL_DTYPES and k.dtype in KERNEL_DTYPES):
+        raise ValueError(f"decode: impl='triton' takes 16 and 32 bits, but {q.dtype} and {k.dtype} came; use 'sdpa'.")
+
+
+def check_angles(k: Tensor, v: Tensor | None, angles: Angles, value_width: int | None) -> None:
+    if v is not None or value_width not in (None, k.shape[3]):
+        raise ValueError("angles turn a key that is its own value; leave v and value_width out.")
+    cos, sin = angles
+    if cos.dim() != 2 or cos.shape != sin.shape or cos.shape[0] < k.shape[1] or 2 * cos.shape[1] > k.shape[3]:
+        raise ValueError(
+            f"angles must be cos and sin of shape [positions ≥ {k.shape[1]}, at most {k.shape[3] // 2}], "
+            f"but {list(cos.shape)} and {list(sin.shape)} came."
+        )
+
+
+def launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    starts: Tensor | None,
+    lengths: Tensor | None,
+    value_width: int,
+    scale: float,
+) -> Tensor:
+    from qklab.ops.decode.triton import decode
+
+    return decode(q, k, v, cos, sin, starts, lengths, value_width, scale)
+
+
+_decode = torch.library.custom_op("qklab::decode", launch, mutates_args=())
+
+
+@_decode.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    starts: Tensor | None,
+    lengths: Tensor | None,
+    value_width: int,
+    scale: float,
+) -> Tensor:
+    return q.new_empty(*q.shape[:3], value_width)

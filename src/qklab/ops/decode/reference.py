@@ -1,0 +1,63 @@
+"""Reference of decoding: torch only, all scores at once."""
+
+import torch
+from torch import Tensor
+
+Angles = tuple[Tensor, Tensor]  # cos, sin: [positions, rotated/2]
+
+
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+    angles: Angles | None = None,
+) -> Tensor:
+    """softmax(scale · q kᵀ) v over the slots each query sees: q [B, T, H, D], k, v [B, S, G, ·] → [B, T, H, ·].
+
+    Scores and softmax are in float32 (float64 for float64 queries). A query that sees nothing gives 0.
+    """
+    (T, H), (S, G) = q.shape[1:3], k.shape[1:3]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    k, v = k.to(q.dtype), v.to(q.dtype)
+    if angles is not None:
+        k = turned(k, angles, starts)
+    scores = torch.einsum("btgrd,bsgd->bgrts", q.unflatten(2, (G, H // G)).to(wide), k.to(wide)) * scale
+    seen = visible(T, S, starts, lengths, q.device)  # [B or 1, 1, T, S]
+    weights = scores.masked_fill(~seen[:, :, None], -torch.inf).softmax(-1)
+    weights = weights.masked_fill(~seen.any(-1)[:, :, None, :, None], 0).to(q.dtype)
+    # what nobody sees may be anything, even no number
+    v = v.masked_fill(~seen.any(2)[:, 0, :, None, None], 0)
+    return torch.einsum("bgrts,bsgd->btgrd", weights, v).flatten(2, 3)
+
+
+def visible(queries: int, slots: int, starts: Tensor | None, lengths: Tensor | None, device: torch.device) -> Tensor:
+    """Which slots each query sees: [B or 1, 1, T, S].
+
+    The queries stand in the last slots of their row, which has `lengths` of them (all S by default). Each sees the
+    slots from `starts` up to its own.
+    """
+    slot = torch.arange(slots, device=device)
+    if lengths is None:
+        own = slot[None, slots - queries :]  # [1, T]
+    else:
+        own = lengths[:, None] - queries + torch.arange(queries, device=device)  # [B, T]
+    seen = slot <= own[:, :, None]  # [B or 1, T, S]
+    if starts is not None:
+        seen = seen & (slot >= starts[:, None, None])
+    return seen[:, None]
+
+
+def turned(k: Tensor, angles: Angles, starts: Tensor | None) -> Tensor:
+    """R_p k: the pairs (k_i, k_{i+r/2}) of the first r entries of k [B, S, G, D], turned by their slot's position.
+
+    Positions count from the row's start.
+    """
+    slot = torch.arange(k.shape[1], device=k.device)
+    position = slot[None] if starts is None else (slot - starts[:, None]).clamp(min=0)
+    cos, sin = (table[position][:, :, None] for table in angles)  # [B or 1, S, 1, r/2]
+    half = cos.shape[-1]
+    a, b = k[..., :half], k[..., half : 2 * half]
+    return torch.cat([(a * cos - b * sin).to(k.dtype), (b * cos + a * sin).to(k.dtype), k[..., 2 * half :]], -1)

@@ -1,0 +1,53 @@
+"""Differential attention as calls of plain attention (README.md beside this counts why it has no kernel of its own)."""
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from qklab.schema import suggestion
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [B, T, h, D], k [B, S, g, D], v [B, S, g, E] → [B, T, h, E]
+Form = Literal["wide", "halves"]
+FORMS: tuple[str, ...] = ("wide", "halves")
+
+
+def differential(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, attend: Attend, form: Form = "wide") -> Tensor:
+    """v1: (A₁ − λ A₂) [v₁;v₂], A_i = softmax(s q_i k_iᵀ): q [B, T, H, D], k, v [B, S, G, D], λ → [B, T, H/2, 2D].
+
+    Key/value heads 2g and 2g+1 form a pair; so do the r-th query heads of their two groups. `attend` is plain
+    attention, called once per map: keys and values are views of what came, never copies. "wide" hands it values of
+    width 2D; "halves" calls it once for each half of the values, for kernels that want keys and values of one width.
+    """
+    if form not in FORMS:
+        raise ValueError(f"form must be one of 'wide', 'halves'{suggestion(form, FORMS)}, but {form!r} came.")
+    if k.shape[2] % 2 or q.shape[2] % k.shape[2] or k.shape != v.shape:
+        raise ValueError(
+            "differential attention needs an even number G of key heads dividing H, and values like keys, "
+            f"but q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} came."
+        )
+    pairs, groups = k.shape[2] // 2, q.shape[2] // k.shape[2]
+    queries = q.unflatten(2, (pairs, 2, groups)).unbind(3)  # [B, T, G/2, H/G, D] each
+    keys = k.unflatten(2, (pairs, 2)).unbind(3)  # [B, S, G/2, D] each
+    values = v.unflatten(2, (pairs, 2))
+    parts = (values.flatten(3),) if form == "wide" else values.unbind(3)
+    outputs = [
+        [attend(query.flatten(2, 3), key, part) for part in parts] for query, key in zip(queries, keys, strict=True)
+    ]
+    first, second = (output[0] if len(output) == 1 else torch.cat(output, -1) for output in outputs)
+    return first - (weight * second).to(first.dtype)
+
+
+def differential_v2(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, attend: Attend) -> Tensor:
+    """v2: o_h = (A_2h − λ_h A_2h+1) v: q [B, T, 2H, D], k, v [B, S, G, D], λ [B, T, H] → [B, T, H, D].
+
+    One call of plain attention with all 2H query heads, then one subtraction.
+    """
+    if q.shape[2] % (2 * k.shape[2]) or weight.shape != (*q.shape[:2], q.shape[2] // 2):
+        raise ValueError(
+            "differential attention needs 2H query heads, a multiple of 2G, and a weight per token and head, "
+            f"but q {list(q.shape)}, k {list(k.shape)} and weight {list(weight.shape)} came."
+        )
+    even, odd = attend(q, k, v).unflatten(2, (-1, 2)).unbind(3)
+    return even - weight[..., None] * odd

@@ -36,6 +36,7 @@ from qklab.train.spec import RunSpec
 
 OBJECT_STORE = 80 * 2**20  # bytes; nothing but exit codes travels between the nodes
 ROOM = 10_000  # runs at a time where nobody set a limit: the cluster's own resources are the limit
+TRIES = 4  # to join or start a cluster
 SEEN = 90.0  # seconds until a file written on one node must be visible on another
 ENDED = (EXIT_CODES["finished"], EXIT_CODES["diverged"])
 SHARED = "the study's folder must be on a file system that all nodes of the Ray cluster share."
@@ -174,12 +175,19 @@ def connected(address: str | None) -> Iterator[None]:
     own = {"object_store_memory": OBJECT_STORE, "include_dashboard": False, "num_cpus": Slots.of_machine("cpu").count}
     before = signal.getsignal(signal.SIGTERM)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # otherwise Ray reports to its makers
-    try:
-        ray.init(address=address or "local", **quiet, **({} if address else own))
-    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-        said = str(error).strip().splitlines()
-        where = f"the Ray cluster at {address} cannot be joined" if address else "no Ray cluster can be started here"
-        raise StudyError(f"{where}: {said[0].rstrip('.') if said else type(error).__name__}.") from None
+    for tries in range(TRIES):
+        try:
+            ray.init(address=address or "local", **quiet, **({} if address else own))
+            break
+        except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+            ray.shutdown()
+            if tries < TRIES - 1 and not isinstance(
+                error, ValueError
+            ):  # a busy machine answers late, and Ray gives up early
+                continue
+            said = str(error).strip().splitlines()
+            where = f"the Ray cluster at {address} cannot be joined" if address else "no Ray cluster can be started"
+            raise StudyError(f"{where}: {said[0].rstrip('.') if said else type(error).__name__}.") from None
     try:
         yield
     finally:

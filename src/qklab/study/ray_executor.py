@@ -181,10 +181,8 @@ def connected(address: str | None) -> Iterator[None]:
             break
         except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
             ray.shutdown()
-            if tries < TRIES - 1 and not isinstance(
-                error, ValueError
-            ):  # a busy machine answers late, and Ray gives up early
-                continue
+            if tries < TRIES - 1 and not isinstance(error, ValueError):
+                continue  # a busy machine answers late, and Ray gives up early
             said = str(error).strip().splitlines()
             where = f"the Ray cluster at {address} cannot be joined" if address else "no Ray cluster can be started"
             raise StudyError(f"{where}: {said[0].rstrip('.') if said else type(error).__name__}.") from None

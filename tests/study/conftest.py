@@ -12,6 +12,8 @@ from small_study import Told, carried_out, comparable, drive, small
 
 from qklab.data import DataSpec, prepare
 
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # clusters of two test processes share a token's file, and collide
+
 LICENCE = Path(__file__).parents[2] / "LICENSE"
 
 

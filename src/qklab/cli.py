@@ -190,7 +190,7 @@ class Compare:
         minutes: how long it may take, which decides the size of the models and how many tokens they see; by default 5
         seeds: how many paired seeds; by default 5
         more: add to the comparison that is there: so many --seeds more, or as many as fit into --minutes
-        size: nano, 51m or 124m instead of what fits the time
+        size: pico, nano, 51m or 124m instead of what fits the time
         device: cpu or cuda; auto takes GPUs if there are any
         at_once: runs at a time; by default one per core or GPU
         out: the folder of the comparison; one that is there is continued

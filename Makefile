@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 
 .PHONY: demo test lint bench docs clean help
 help:
-	@echo "make demo   every mechanism and what it costs, then a small model trained for a minute"
+	@echo "make demo   every mechanism and its cost; three attentions compared on Python's own library; the report"
 	@echo "make test   run the tests"
 	@echo "make lint   ruff, pyright, import-linter"
 	@echo "make bench  measure the layer's mechanisms against the standard one on this machine"
@@ -33,8 +33,12 @@ $(VENV)/.dev: $(VENV)/.qklab pyproject.toml
 	@touch $@
 
 demo: $(VENV)/.qklab
-	@echo "== qklab demo: every mechanism, its cost and its cache; then nano trained on Python's standard library"
-	@$(BIN)/qklab demo
+	@echo "== qklab mechanisms: every mechanism, its cost and its cache"
+	@$(BIN)/qklab mechanisms
+	@echo "== qklab compare: standard, affine coupling or (Q,K=V) on the text of Python's own library?"
+	@$(BIN)/qklab compare --arms affine k=v --minutes 4.5
+	@echo "== qklab sample: what the standard arm writes, through its key/value cache"
+	@$(BIN)/qklab sample comparisons/stdlib/runs/stdlib/standard/lr0.003-seed0 "    def __init__(self" --tokens 60 --seed 0
 
 test: $(VENV)/.dev
 	@echo "== running the tests"

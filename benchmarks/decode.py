@@ -33,6 +33,7 @@ from qklab.attention.cache import cache_class
 from qklab.attention.places import rope_angles
 from qklab.ops.decode import Impl, decode
 from qklab.ops.decode import sdpa as sdpa_route
+from qklab.ops.decode.reference import turned, visible
 
 Arm = Callable[[], Tensor]
 BACKENDS = {
@@ -145,11 +146,11 @@ def torch_arm(problem: Problem, backend: SDPBackend | None, packed: bool = False
     def call() -> Tensor:
         k = problem.k
         if "angles" in options:
-            k = sdpa_route.turned(k, options["angles"], None)
+            k = turned(k, options["angles"], None)
         q = problem.q.unflatten(2, (k.shape[2], -1))[:, 0] if packed else problem.q.transpose(1, 2)
         mask = None
         if "starts" in options:
-            mask = sdpa_route.visible(1, k.shape[1], options["starts"], None, k.device)
+            mask = visible(1, k.shape[1], options["starts"], None, k.device)
         backends = [*BACKENDS.values(), SDPBackend.MATH] if backend is None else [backend]
         with sdpa_kernel(backends):
             o = F.scaled_dot_product_attention(

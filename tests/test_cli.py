@@ -73,8 +73,8 @@ def test_typos_come_with_a_suggestion(capsys: pytest.CaptureFixture[str]) -> Non
     assert "--kv-heads" in err
 
 
-def test_demo_agrees_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "demo", "--seconds", "0")
+def test_mechanisms_agree_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "mechanisms")
     assert code == 0
     assert out.count("│    yes") == 20
     assert "NO" not in out

@@ -5,10 +5,11 @@ import functools
 import json
 import operator
 import os
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 try:
     import tyro
@@ -27,14 +28,8 @@ class Describe(SpecFlags):
 
 
 @dataclasses.dataclass(frozen=True)
-class Demo:
-    """Every mechanism and what it costs, then a small model trained on the text of Python's standard library.
-
-    Args:
-        seconds: how long to train; 0 leaves it out
-    """
-
-    seconds: float = 45.0
+class Mechanisms:
+    """Every mechanism: what it costs in parameters, FLOPs and cache, and whether decoding through its cache agrees."""
 
 
 def run_describe(flags: Any) -> int:
@@ -44,13 +39,14 @@ def run_describe(flags: Any) -> int:
     return 0
 
 
-def run_demo(flags: Any) -> int:
-    """Build every mechanism, print what it costs, check its cache; then train a small model and let it write."""
+def run_mechanisms(flags: Any) -> int:
+    """Build every mechanism, print what it costs, and check its cache."""
     from rich.console import Console
 
-    from qklab import demo
+    from qklab import mechanisms
 
-    return 0 if demo.run(Console(width=None if sys.stdout.isatty() else 140), flags.seconds) else 1
+    del flags
+    return 0 if mechanisms.show(Console(width=None if sys.stdout.isatty() else 140)) else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,13 +179,237 @@ def run_data(flags: Any) -> int:
     return 0
 
 
+@dataclasses.dataclass(frozen=True)
+class Compare:
+    """Train arms on your own text with paired seeds and equal tuning, and say which attention is better on it.
+
+    Args:
+        texts: files or folders of text, or names of corpora, compared on one by one; by default Python's own library
+        arms: which attentions, by name; the standard one is always among them; by default standard, leapfrog, affine,
+            k=v and qk-norm
+        minutes: how long it may take, which decides the size of the models and how many tokens they see; by default 5
+        seeds: how many paired seeds; by default 5
+        more: add to the comparison that is there: so many --seeds more, or as many as fit into --minutes
+        size: pico, nano, 51m or 124m instead of what fits the time
+        device: cpu or cuda; auto takes GPUs if there are any
+        at_once: runs at a time; by default one per core or GPU
+        out: the folder of the comparison; one that is there is continued
+        data: where corpora are looked for by name; by default $QKLAB_DATA
+    """
+
+    texts: Positional[tuple[str, ...]] = ()
+    arms: tuple[str, ...] | None = None
+    minutes: float | None = None
+    seeds: int | None = None
+    size: str | None = None
+    more: Annotated[bool, tyro.conf.arg(name="continue")] = False
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    at_once: int | None = None
+    out: Path | None = None
+    data: Path | None = None
+
+
+def run_compare(flags: Any) -> int:
+    """Which attention should I use on this text? Trains several and answers with numbers, intervals and pictures."""
+    from qklab.study import compare
+    from qklab.study.execute import Slots, Study, read_spec
+    from qklab.train.progress import Terminal
+
+    display = Terminal()
+    slots = Slots.of_machine(flags.device, flags.at_once)
+    folder = flags.out or compare.folder_of(flags.texts)
+    if (folder / "study.json").exists():
+        spec = read_spec(folder / "study.json")
+        compare.refuse_other(spec, folder, flags.texts, flags.arms, flags.size)
+        slots = compare.room(slots, compare.size_of(spec), flags.at_once)
+        if flags.more:
+            spec = compare.extended(spec, folder, slots, flags.seeds, flags.minutes)
+        elif flags.minutes is not None or flags.seeds not in (None, spec.seeds):
+            raise ValueError(
+                f"{folder} holds a comparison already; add --continue to give it more seeds or minutes, or choose "
+                "another folder with --out."
+            )
+        display.say(f"going on with the comparison in {folder}: {spec.seeds} seeds of {', '.join(spec.arms)}.")
+    elif flags.more:
+        raise ValueError(f"there is no comparison in {folder} to continue; leave --continue out to begin one.")
+    else:
+        spec = compare.planned(
+            flags.texts,
+            arms=compare.DEFAULT if flags.arms is None else flags.arms,
+            minutes=compare.MINUTES if flags.minutes is None else flags.minutes,
+            seeds=compare.SEEDS if flags.seeds is None else flags.seeds,
+            size=flags.size,
+            slots=slots,
+            at_once=flags.at_once,
+            data=flags.data,
+            say=display.say,
+        )
+        slots = compare.room(slots, compare.size_of(spec), flags.at_once)
+    words = ["qklab", "compare", "--out", str(folder), *(() if flags.data is None else ("--data", str(flags.data)))]
+    command = f"{shlex.join(words)} --continue --seeds {{more}}"
+    return carry_out(
+        Study(spec, folder, data=flags.data, execution=compare.execution_of(spec)), lambda: slots, display, command
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """Carry out a study: arms × seeds × corpora × learning rates from a TOML file, and judge it.
+
+    Args:
+        file: the study's TOML file
+        out: its folder, or a URL (s3://…, gs://…, file://…); by default runs/ and the study's name; what is there is
+            continued
+        seeds: how many seeds instead of what the file says: a study can be given more, not fewer
+        device: cpu or cuda; auto takes GPUs if there are any
+        at_once: runs at a time; by default one per core or GPU
+        rows: windows per forward pass, where a whole batch does not fit into memory
+        ray: run on the Ray cluster at this address; without an address on one started on this machine
+        data: where corpora are looked for by name; by default $QKLAB_DATA
+    """
+
+    file: Positional[Path]
+    out: str | None = None
+    seeds: int | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    at_once: int | None = None
+    rows: int | None = None
+    ray: str | None = None
+    data: Path | None = None
+
+
+def run_study(flags: Any) -> int:
+    """Carry out the study of a TOML file; run the same command again to continue where it stopped."""
+    from qklab.study.execute import Slots, Study
+    from qklab.study.mirror import Mirror, is_url
+    from qklab.study.plan import file_name
+    from qklab.study.spec import read_study
+    from qklab.train.progress import Terminal
+
+    spec, display = read_study(flags.file), Terminal()
+    if flags.seeds is not None:
+        spec = spec.replace(seeds=flags.seeds)
+    out = flags.out or str(Path("runs") / file_name(spec.name.replace(" ", "-").lower()))
+    mirror = Mirror(out, say=display.say) if is_url(out) else None
+    folder = Path(out) if mirror is None else mirror.local
+    words = ["qklab", "study", str(flags.file), "--out", out]
+    for name in ("rows", "ray", "data"):
+        if getattr(flags, name) is not None:
+            words += [f"--{name}", str(getattr(flags, name))]
+    command = f"{shlex.join(words)} --seeds {{total}}"
+    if flags.ray is None:
+        study = Study(spec, folder, data=flags.data, execution={"rows": flags.rows}, mirror=mirror)
+        return carry_out(study, lambda: Slots.of_machine(flags.device, flags.at_once), display, command)
+    from qklab.study.ray_executor import RayStudy
+
+    address = None if flags.ray == "local" else flags.ray
+    cluster = RayStudy(spec, folder, data=flags.data, execution={"rows": flags.rows}, mirror=mirror, address=address)
+    return carry_out(cluster, lambda: cluster.slots(flags.device, flags.at_once), display, command)
+
+
+def carry_out(study: Any, slots: Callable[[], Any], display: Any, command: str) -> int:
+    """Do what is left of a study, print its answer and build its report."""
+    from qklab import report
+    from qklab.study.answer import answer
+    from qklab.study.looks import read_looks
+
+    try:
+        with study.opened():
+            room = slots()
+            results = study.carry_out(room, display)
+            looks = read_looks(study.folder).with_one_at(study.spec.seeds, room.count, command)
+            looks.write(study.folder)
+            if study.mirror is not None:
+                study.mirror.fetch_results(checkpoints=True)
+    finally:
+        display.close()
+    print(f"\n{answer(study.spec, results, looks)}")
+    print(f"\nThe pictures: {report.build([study.folder], study.folder / 'report.html')}")
+    if study.mirror is not None:
+        for name in ("looks.json", "report.html"):
+            study.mirror.put(name)
+        print(f"All of it is in {study.mirror.url}.")
+    return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """One self-contained HTML page from studies or runs, also while they are going on.
+
+    Args:
+        folders: studies, comparisons or run directories
+        out: the page; by default report.html in the first folder
+        watch: serve the page on this machine and keep it up to date
+        port: where to serve it
+    """
+
+    folders: Positional[tuple[Path, ...]]
+    out: Path | None = None
+    watch: bool = False
+    port: int = 8000
+
+
+def run_report(flags: Any) -> int:
+    """Build the report of studies or runs from their folders alone."""
+    from qklab import report
+
+    if not flags.folders:
+        raise ValueError("a report needs a study or a run directory, e.g. qklab report comparisons/stdlib.")
+    if flags.watch:
+        report.serve(flags.folders, flags.port)
+        return 0
+    print(report.build(flags.folders, flags.out or flags.folders[0] / "report.html"))
+    return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Inspect:
+    """What the attention of a trained model does on a text: figures, a page, and the numbers as JSON.
+
+    Args:
+        run: a run directory
+        text: the text; by default the first of validation
+        out: the folder for what is written; by default inspect in the run directory
+        best: the best checkpoint instead of the newest
+    """
+
+    run: Positional[Path]
+    text: Positional[str] = ""
+    out: Path | None = None
+    best: bool = False
+
+
+def run_inspect(flags: Any) -> int:
+    """Diagnostics and attention maps of a trained model on a text."""
+    from qklab.report.inspect import inspect
+
+    which = "best" if flags.best else "newest"
+    out = flags.out or flags.run / "inspect"
+    for path in inspect(flags.run, flags.text, out, which=which, say=lambda note: print(note, file=sys.stderr)):
+        print(path)
+    return 0
+
+
 COMMANDS = {
+    "compare": (Compare, run_compare),
+    "study": (Study, run_study),
+    "report": (Report, run_report),
+    "inspect": (Inspect, run_inspect),
     "data": (Data, run_data),
     "train": (Train, run_train),
     "sample": (Sample, run_sample),
     "describe": (Describe, run_describe),
-    "demo": (Demo, run_demo),
+    "mechanisms": (Mechanisms, run_mechanisms),
 }
+
+
+def with_ray_address(words: Sequence[str]) -> list[str]:
+    """A --ray without an address means a cluster on this machine."""
+    found = list(words)
+    for i, word in enumerate(words):
+        if word == "--ray" and (i + 1 == len(words) or words[i + 1].startswith("--")):
+            found[i] = "--ray=local"
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -199,12 +419,13 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     ]
     either: Any = functools.reduce(operator.or_, parsers)
     try:
-        chosen = tyro.cli(either, prog="qklab", description="Attention, between Q and K.", args=arguments)
+        words = with_ray_address(sys.argv[1:] if arguments is None else arguments)
+        chosen = tyro.cli(either, prog="qklab", description="Attention, between Q and K.", args=words)
         code = next(run for flags, run in COMMANDS.values() if isinstance(chosen, flags))(chosen)
     except ValueError as error:
         if int(os.environ.get("RANK", 0)) == 0:  # of many ranks one speaks
             print(f"qklab: {error}", file=sys.stderr)
-        code = 2
+        code = getattr(error, "code", 2)
     except KeyboardInterrupt:
         print("qklab: stopped at once; what was saved before is still there.", file=sys.stderr)
         code = 130

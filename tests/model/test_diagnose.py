@@ -2,6 +2,7 @@
 
 import math
 import runpy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +64,11 @@ def test_maps_are_the_layers_own(spec: AttentionSpec, segments: Tensor | None, m
     found = diagnose(model, ids, segments, maps=True)
     assert found.maps is not None
     for layer, (x, y) in enumerate(watched(model, ids, segments)):
+        maps = iter(calls(spec, found.maps[layer]))
 
-        def weigh(q: Tensor, k: Tensor, v: Tensor, *_: Any, weights: Tensor = found.maps[layer]) -> Tensor:
+        def weigh(q: Tensor, k: Tensor, v: Tensor, *_: Any, maps: Iterator[Tensor] = maps) -> Tensor:
             v = v.repeat_interleave(q.shape[2] // v.shape[2], 2)
-            return torch.einsum("bhts,bshd->bthd", weights, v)
+            return torch.einsum("bhts,bshd->bthd", next(maps), v)
 
         monkeypatch.setattr(mix, "attend", weigh)
         close(model.attention(layer)(x, segments=segments), y)
@@ -74,6 +76,14 @@ def test_maps_are_the_layers_own(spec: AttentionSpec, segments: Tensor | None, m
     assert found.maps.shape == (2, 2, spec.query_heads, 7, 7)
     close(found.maps.sum(-1), torch.ones(found.maps.shape[:-1]))
     bounded(found, spec)
+
+
+def calls(spec: AttentionSpec, maps: Tensor) -> list[Tensor]:
+    """The weights [B, H, T, T] call by call: differential attention calls once for each map of its pairs of heads."""
+    if spec.mix != "differential":
+        return [maps]
+    both = maps.unflatten(1, (spec.kv_heads // 2, 2, spec.heads // spec.kv_heads))
+    return [each.flatten(1, 2) for each in both.unbind(2)]
 
 
 def bounded(found: Diagnosis, spec: AttentionSpec) -> None:

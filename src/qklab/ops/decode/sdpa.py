@@ -36,9 +36,7 @@ def decode(
     # a single query's heads of one group are as good as that many queries of one head, which every backend takes;
     # cuDNN and flash take groups themselves, and cuDNN is the faster for it
     packed = T == 1 and not (q.is_cuda and mask is None and k.shape[3] == v.shape[3] <= 128)
-    grouped = False
-    if not packed and q.shape[2] != G:
-        grouped = True
+    grouped = not packed and q.shape[2] != G
     q = q.unflatten(2, (G, -1))[:, 0] if packed else q.transpose(1, 2)  # [B, G, H/G, D] or [B, H, T, D]
     with contextlib.nullcontext() if order is None else sdpa_kernel(order, set_priority=True):
         o = F.scaled_dot_product_attention(

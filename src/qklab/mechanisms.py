@@ -1,6 +1,4 @@
-"""What `make demo` shows: every mechanism built, counted and decoded from its cache; then a small model trained."""
-
-from pathlib import Path
+"""Every mechanism built, counted and decoded from its cache."""
 
 import torch
 from rich.console import Console
@@ -12,14 +10,8 @@ from qklab.attention.spec import AttentionSpec, CouplingSpec, LatentSpec
 from qklab.describe import baseline, change
 from qklab.model.decoder import Decoder
 from qklab.model.recipes import recipe
-from qklab.runs.directory import RunDirectory
-from qklab.train.launch import told, train
-from qklab.train.progress import Terminal
-from qklab.train.spec import resolve
-from qklab.train.trained import load, sample
 
 WIDTH, HEADS, TOKENS = 512, 8, 48
-PROMPT = "    def __init__(self"
 
 
 def mechanisms() -> list[AttentionSpec]:
@@ -60,13 +52,7 @@ def decoding_error(spec: AttentionSpec) -> float:
     return float((decoded - full).abs().max() / full.abs().max())
 
 
-def run(console: Console, seconds: float) -> bool:
-    """Mechanisms, then `seconds` of training; True when every cache agreed and training helped."""
-    agreed = table(console)
-    return training(console, seconds, next_folder()) and agreed if seconds else agreed
-
-
-def table(console: Console) -> bool:
+def show(console: Console) -> bool:
     """Print what every mechanism costs; True when every cache agreed with its full forward."""
     rows = Table(title=f"One attention layer, width {WIDTH}, {HEADS} heads; float32 on the CPU", title_justify="left")
     rows.add_column("mechanism")
@@ -93,32 +79,6 @@ def table(console: Console) -> bool:
     agreed &= generation(console)
     console.print()
     return agreed
-
-
-def training(console: Console, seconds: float, folder: Path) -> bool:
-    """Train `nano` on the text of Python's standard library, then let it write; True when it beat a unigram model."""
-    spec, execution = resolve({"batch": {"sequences": 8}, "budget": {"seconds": seconds}, "evaluation": {"times": 4}})
-    console.print(f"Training nano ({spec.model.parameters():,} parameters) on stdlib for {seconds:.0f} s in {folder}.")
-    console.print("Ctrl-C stops it with everything saved; the same command continues it.")
-    outcome = train(spec, folder, execution, display=Terminal())
-    console.print(told(outcome), soft_wrap=True)
-    if outcome.summary is None:
-        return False
-    decoder, tokenizer = load(folder)
-    text = sample(decoder, tokenizer, PROMPT, 80, temperature=0.6, seed=0)
-    console.print(f"\nIt continues {PROMPT!r} through its key/value cache:\n", markup=False)
-    console.print(text, markup=False, highlight=False)
-    valid = outcome.summary["evaluation"]["valid"]
-    return valid["loss"] < valid["unigram_loss"]
-
-
-def next_folder() -> Path:
-    """runs/demo, or the first of runs/demo-2, … that holds no finished run."""
-    number, folder = 1, Path("runs/demo")
-    while RunDirectory(folder).exists() and RunDirectory(folder).summary() is not None:
-        number += 1
-        folder = Path(f"runs/demo-{number}")
-    return folder
 
 
 @torch.no_grad()

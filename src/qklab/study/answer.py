@@ -1,0 +1,59 @@
+"""What a study says, as text for a terminal."""
+
+import math
+from collections.abc import Sequence
+
+from qklab.study.findings import Findings, findings_of
+from qklab.study.looks import Looks
+from qklab.study.plan import figure
+from qklab.study.results import Result
+from qklab.study.spec import StudySpec
+
+MEASURES = {"loss": "nats per token", "bits_per_byte": "bits per byte"}
+
+
+def answer(study: StudySpec, results: Sequence[Result], looks: Looks | None = None) -> str:
+    """For each corpus the headline, a verdict and the cost of every arm, a table, and what would settle open cases."""
+    return "\n\n".join(told(study, findings_of(study, results, corpus, looks)) for corpus in study.corpora)
+
+
+def told(study: StudySpec, findings: Findings) -> str:
+    lines = [f"{findings.headline}.", ""]
+    for arm, verdict in findings.verdicts.items():
+        lines.append(f"- {verdict.sentence}" + (f" {findings.costs[arm]}" if arm in findings.costs else ""))
+    blocks = ["\n".join(lines).rstrip(), table(study, findings), *findings.notes, findings.settling]
+    if findings.command:
+        blocks.append(f"Run: {findings.command}")
+    return "\n\n".join(block for block in blocks if block)
+
+
+def table(study: StudySpec, findings: Findings) -> str:
+    """An arm a row: the mean of the metric on test text, and what the arm took."""
+    rows = [
+        [MEASURES[study.metric], "test", "lr", "parameters", "cache/token", "tokens/s", "peak memory", "diverged"],
+    ]
+    for arm, took in findings.ledgers.items():
+        if not took["runs"]:
+            continue
+        values = [value for value in findings.values.get(arm, {}).values() if math.isfinite(value)]
+        lr = findings.chosen[arm]
+        rows.append(
+            [
+                arm,
+                f"{sum(values) / len(values):.4f}" if values else "–",
+                figure(lr) if lr is not None else "none",
+                f"{took['parameters']:,.0f}",
+                f"{took['cache_bytes_per_token']:,.0f} B",
+                f"{took['tokens_per_second']:,.0f}",
+                f"{took['peak_memory_bytes'] / 2**20:,.0f} MiB",
+                f"{took['diverged']} of {took['runs']}",
+            ]
+        )
+    if len(rows) == 1:
+        return ""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines: list[str] = []
+    for first, *others in rows:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]))
+    return "\n".join(f"  {line}" for line in lines)

@@ -1,0 +1,224 @@
+"""StudySpec: what is compared with what, fixed before anything runs."""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from qklab.runs.directory import RunError
+from qklab.schema import Rule, Spec, SpecError, checked, choice, real, shown, suggestion, text, whole
+from qklab.train.spec import RunSpec, merged, read_toml, resolve
+
+MATCHES = ("tokens", "seconds", "flops", "parameters")
+METRICS = ("loss", "bits_per_byte")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._=+-]{0,59}")
+
+
+class StudyError(RunError):
+    """A study that cannot be carried out as asked."""
+
+
+def arms_table(value: Any) -> Any:
+    if not isinstance(value, Mapping) or len(value) < 2:
+        raise ValueError("must be a table of at least two arms, each with the settings it changes")
+    for name, changes in value.items():
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise ValueError(
+                "must have names of at most 60 letters, digits, spaces and . _ = + -, a letter or digit first, and "
+                f"{shown(name)} is none"
+            )
+        if not isinstance(changes, Mapping):
+            raise ValueError(f"must be a table of settings for each arm, and {name!r} is {shown(changes)}")
+    if len({name.casefold() for name in value}) < len(value):
+        raise ValueError("must have names that differ in more than capitals, since some file systems see no difference")
+    return {name: dict(changes) for name, changes in value.items()}
+
+
+def settings_table(value: Any) -> Any:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ValueError("must be a table of settings")
+    return dict(value)
+
+
+def learning_rates(value: Any) -> Any:
+    numbers = list(value) if isinstance(value, list | tuple) else []
+    fine = all(isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < math.inf for x in numbers)
+    if not numbers or not fine or len(set(numbers)) != len(numbers):
+        raise ValueError("must be a list of different numbers above 0")
+    return sorted(float(x) for x in numbers)
+
+
+def corpora_list(value: Any) -> Any:
+    names = [value] if isinstance(value, str) else list(value) if isinstance(value, list | tuple) else []
+    if not names or not all(isinstance(name, str) and name for name in names) or len(set(names)) != len(names):
+        raise ValueError("must be a corpus or a list of different corpora")
+    return names
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudySpec(Spec):
+    """Arms × seeds × corpora × learning rates, and how they will be compared.
+
+    Args:
+        name: What the study is called.
+        baseline: The arm the others are compared with.
+        arms: Name → the settings of a run that the arm changes.
+        base: Settings of a run that all arms share, the budget among them.
+        corpora: Sources as for `corpus.source`.
+        lrs: The learning rates every arm tries: equal tuning.
+        seeds: How many paired seeds, from 0.
+        tuning_seeds: How many of them try every learning rate; the others run at the one with the lowest mean
+            validation loss, chosen for each arm and corpus.
+        match: What all arms get the same of: training `tokens`, `seconds` or `flops`; or `parameters` (and tokens), for
+            which the MLP of the other arms is made wider or narrower.
+        metric: What is compared, on test text: `loss` (nats per token) or `bits_per_byte`.
+        alpha: The chance of a false "better" or "worse" that is accepted, over all arms together.
+        looks: How often the study may be judged, if seeds are added after a look; each look gets its part of `alpha`.
+        margin: A difference of the metric that does not matter to you.
+    """
+
+    name: str = text("study")
+    baseline: str = text()
+    arms: dict[str, dict[str, Any]] = checked(arms_table)
+    base: dict[str, Any] = checked(settings_table, None)
+    corpora: list[str] = checked(corpora_list, ("stdlib",))
+    lrs: list[float] = checked(learning_rates, (3e-3,))
+    seeds: int = whole(3, at_most=1000)
+    tuning_seeds: int = whole(1, at_most=1000)
+    match: Literal["tokens", "seconds", "flops", "parameters"] = choice("tokens", MATCHES)
+    metric: Literal["loss", "bits_per_byte"] = choice("loss", METRICS)
+    alpha: float = real(0.05, above=0.0, at_most=0.5)
+    looks: int = whole(1, at_most=100)
+    margin: float = real(0.01, above=0.0)
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "baseline",
+            lambda s: s.baseline not in s.arms,
+            lambda s: f"there is no such arm{suggestion(s.baseline, s.arms)}; the arms are {', '.join(s.arms)}",
+            lambda s: {"baseline": next(iter(s.arms))},
+        ),
+        Rule(
+            "tuning_seeds",
+            lambda s: s.tuning_seeds > s.seeds,
+            lambda s: f"there are only seeds={s.seeds}",
+            lambda s: {"tuning_seeds": s.seeds},
+        ),
+    )
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of everything but the number of seeds, which a study may be given more of."""
+        return hashlib.sha256(json.dumps(canonical(self.fixed()), sort_keys=True).encode()).hexdigest()
+
+    def fixed(self) -> dict[str, Any]:
+        """What may not change once a run has begun."""
+        return {name: value for name, value in self.to_dict().items() if name != "seeds"}
+
+    def refuse_illegal(self) -> None:
+        """Raise SpecError for an arm that is no run, or that would not be evaluated on the same text as the others."""
+        for corpus in self.corpora:
+            runs = {arm: self.run(arm, corpus, self.lrs[0], 0) for arm in self.arms}
+            for arm, run in runs.items():
+                own, other = run.corpus, runs[self.baseline].corpus
+                if (own.valid, own.test) != (other.valid, other.test):
+                    raise SpecError(
+                        f"arm {arm}: corpus.valid and corpus.test must be the baseline's; set them in base.",
+                        "corpus",
+                    )
+                if self.metric == "loss" and (own.tokenizer, own.vocab) != (other.tokenizer, other.vocab):
+                    raise SpecError(
+                        f"arm {arm} has another tokenizer than {self.baseline}, and nats per token compare under one "
+                        "only; set metric='bits_per_byte'.",
+                        "metric",
+                    )
+
+    def run(self, arm: str, corpus: str, lr: float, seed: int) -> RunSpec:
+        """One run of the study."""
+        own = {"corpus": {"source": corpus}, "optimiser": {"lr": lr}, "seed": seed}
+        spec = self.resolved(arm, own)
+        if arm == self.baseline or self.match in ("tokens", "seconds"):
+            return spec
+        base = self.resolved(self.baseline, own)
+        if self.match == "flops":
+            return spec.replace(budget=spec.budget.replace(tokens=None, seconds=None, flops=flops_of(base)))
+        try:
+            return spec.replace(model=as_large_as(spec.model, base.model.parameters()))
+        except SpecError as error:
+            raise SpecError(f"arm {arm}: {error}", error.field, error.nearest) from None
+
+    def resolved(self, arm: str, own: Mapping[str, Any]) -> RunSpec:
+        """The run of an arm before it is matched with the baseline."""
+        for where, table in (("base", self.base), (f"arm {arm}", self.arms[arm])):
+            refuse_settings_of_study(where, table)
+        if "budget" in self.arms[arm]:
+            raise SpecError(f"arm {arm}: the budget is what arms are matched on; set it in base.", "budget")
+        if self.match == "parameters" and "mlp_ratio" in self.arms[arm].get("model", {}):
+            raise SpecError(f"arm {arm}: match='parameters' sets model.mlp_ratio itself; leave it out.", "mlp_ratio")
+        try:
+            spec, _ = resolve(merged(merged(self.base, self.arms[arm]), own))
+        except SpecError as error:
+            raise SpecError(f"arm {arm}: {error}", error.field, error.nearest) from None
+        wanted = "seconds" if self.match == "seconds" else "tokens"
+        if getattr(spec.budget, wanted) is None and not (self.match == "flops" and spec.budget.flops is not None):
+            raise SpecError(f"match={self.match!r} needs base.budget.{wanted}.", "base")
+        return spec
+
+
+def refuse_settings_of_study(where: str, table: Mapping[str, Any]) -> None:
+    """Raise for settings in the base or an arm that the study itself makes, and for tables that are none."""
+    for name in ("model", "attention", "corpus", "optimiser"):
+        if name in table and not isinstance(table[name], Mapping):
+            raise SpecError(f"{where}: {name} must be a table of settings, but {shown(table[name])} came.", name)
+    for name, word, instead in (("corpus", "source", "corpora"), ("optimiser", "lr", "lrs")):
+        if word in table.get(name, {}):
+            raise SpecError(f"{where}: {name}.{word} is set by the study; write it in {instead}.", name)
+    for name, why in (("seed", "seeds says how many"), ("execution", "the command line says how runs are carried out")):
+        if name in table:
+            raise SpecError(f"{where}: {name} is set by the study; {why}.", name)
+
+
+def canonical(value: Any) -> Any:
+    """The value with whole numbers written one way, so that 1 and 1.0 are the same setting."""
+    if isinstance(value, Mapping):
+        return {name: canonical(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [canonical(inner) for inner in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def flops_of(spec: RunSpec) -> float:
+    """What the run will have computed at its end."""
+    assert spec.steps is not None
+    exact = spec.steps * spec.flops_per_step
+    nearest = float(exact)
+    return nearest if nearest <= exact else math.nextafter(nearest, 0.0)  # rounded up it would be a step more
+
+
+def as_large_as(model: Any, parameters: int) -> Any:
+    """The model with its MLP's hidden width changed so that it has as nearly as possible this many parameters."""
+    each = model.replace(mlp_ratio=2 / model.width).parameters() - model.replace(mlp_ratio=1 / model.width).parameters()
+    hidden = model.hidden + round((parameters - model.parameters()) / each)
+    if hidden < 1:
+        raise SpecError(
+            f"match='parameters': even with an MLP of one hidden unit {model.name} has more than the baseline's "
+            f"{parameters:,} parameters.",
+            "match",
+        )
+    return model.replace(mlp_ratio=hidden / model.width)
+
+
+def read_study(path: Path) -> StudySpec:
+    """A study from its TOML file."""
+    if not path.exists():
+        raise StudyError(f"there is no study file {path}.")
+    try:
+        return StudySpec.from_dict(read_toml(path))
+    except SpecError as error:
+        raise SpecError(f"{path}: {error}", error.field, error.nearest) from None

@@ -1,9 +1,9 @@
 """What coupling costs: the operation against a plain copy, and training steps against the standard layer's.
 
     python benchmarks/coupling.py op                  # on a GPU: forward and backward of the operation alone
-    python benchmarks/coupling.py op --try            # the same for many launches, to fill the table in ops/coupling
     python benchmarks/coupling.py step --model 51m    # training steps, torch's own compiled code and the fused kernel
     python benchmarks/coupling.py step --model 51m --heads 4   # … with heads of 128
+    python benchmarks/coupling.py train --model nano  # loss curves of both implementations over 200 steps
 
 Correctness comes first: where the kernel's error against float64 exceeds twice the low-precision reference's, or a
 fused model's first loss is not the reference's, nothing is measured and the command fails. Times are medians.
@@ -11,6 +11,7 @@ fused model's first loss is not the reference's, nothing is measured and the com
 
 import argparse
 import itertools
+import os
 import statistics
 import sys
 from collections.abc import Callable
@@ -91,17 +92,25 @@ class Op:
                 )
 
 
-def gpu_seconds(call: Callable[[], object], rounds: int = 20) -> float:
-    """Median time on the GPU."""
-    call()
+def gpu_seconds(call: Callable[[], object], rounds: int = 9, calls: int = 10) -> float:
+    """Median time on the GPU of one call, replayed from a graph so that the host's share does not count."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        call()
     times = []
     for _ in range(rounds):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        call()
+        for _ in range(calls):
+            graph.replay()
         stop.record()
         stop.synchronize()
-        times.append(start.elapsed_time(stop) / 1e3)
+        times.append(start.elapsed_time(stop) / 1e3 / calls)
     return statistics.median(times)
 
 
@@ -109,57 +118,8 @@ def timed(op: Op) -> tuple[float, float]:
     """Seconds of the forward and of the backward alone."""
     with torch.no_grad():
         forward = gpu_seconds(op.forward)
-    outputs = op.forward()
-    given = (op.dq, op.dk)
-    return forward, gpu_seconds(lambda: torch.autograd.grad(outputs, op.leaves(), given, retain_graph=True))
-
-
-def launches(direction: str) -> list[Any]:
-    from qklab.ops.coupling.triton import Launch
-
-    sizes = [(64, 4), (128, 8)]
-    registers = [None, 168, 128] if direction == "forward" else [None]
-    parts = [1] if direction == "forward" else [1, 2]
-    return [
-        Launch(block=block, warps=warps, stages=stages, programs=programs, parts=part, registers=limit)
-        for (block, warps), stages, programs, part, limit in itertools.product(
-            sizes, (1, 2), (1, 2, 4), parts, registers
-        )
-    ]
-
-
-def measure_launches(op: Op, name: str) -> dict[str, Any]:
-    """The operation under every launch; what does not fit says so."""
-    from qklab.ops.coupling import triton
-
-    usual, found = triton.launch, {}
-    for direction in ("forward", "backward"):
-        rows = {}
-        for how in launches(direction):
-
-            def chosen(asked: str, *rest: Any, how: Any = how, direction: str = direction) -> Any:
-                return how if asked == direction else usual(asked, *rest)
-
-            triton.launch = chosen
-            try:
-                rows[str(how)] = 1e3 * timed_part(op, direction)
-            except Exception as error:
-                rows[str(how)] = f"{type(error).__name__}: {str(error)[:60]}"
-            triton.launch = usual
-        best = sorted((ms, how) for how, ms in rows.items() if isinstance(ms, float))
-        print(f"  {name}, {direction}:")
-        for ms, how in best[:5]:
-            print(f"    {ms:8.3f} ms  {how}")
-        found[direction] = rows
-    return found
-
-
-def timed_part(op: Op, direction: str) -> float:
-    if direction == "forward":
-        with torch.no_grad():
-            return gpu_seconds(op.forward, 5)
-    outputs = op.forward()
-    return gpu_seconds(lambda: torch.autograd.grad(outputs, op.leaves(), (op.dq, op.dk), retain_graph=True), 5)
+    both = gpu_seconds(op.all)
+    return forward, both - forward
 
 
 def refused(head_width: int, choices: dict[str, Any]) -> str | None:
@@ -189,10 +149,7 @@ def measure_op(options: argparse.Namespace) -> None:
             f"backward {1e6 * backward:7.1f} µs ({floors[1] / backward:4.0%})",
             flush=True,
         )
-        row: dict[str, Any] = {"forward_s": forward, "backward_s": backward, "floors_s": floors}
-        if options.try_launches:
-            row["launches"] = measure_launches(op, label)
-        result["arms"][label] = row
+        result["arms"][label] = {"forward_s": forward, "backward_s": backward, "floors_s": floors}
     keep(f"coupling-op-{options.name or 'cuda'}", result, options.out)
 
 
@@ -209,11 +166,13 @@ class Step:
             features = self.model.features(self.ids[:, :-1])
             return linear_cross_entropy(features, self.model.head.weight, self.ids[:, 1:])[0]
 
-    def __call__(self) -> None:
-        self.loss().backward()
+    def __call__(self) -> Tensor:
+        loss = self.loss()
+        loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)
+        return loss.detach()
 
     def peak(self) -> int:
         """Bytes a step needs beyond what lies on the GPU before it."""
@@ -285,16 +244,70 @@ def measure_step(options: argparse.Namespace) -> None:
     keep(f"coupling-step-{name}", result, options.out)
 
 
+def library_text(count: int) -> Tensor:
+    """Bytes of Python's own library, as ids."""
+    text = bytearray()
+    for path in sorted(Path(os.__file__).parent.glob("*.py")):
+        text += path.read_bytes()
+        if len(text) >= count:
+            break
+    if len(text) < count:
+        sys.exit(f"Python's library has {len(text)} bytes of text here, but {count} are needed; ask for fewer steps.")
+    return torch.frombuffer(text[:count], dtype=torch.uint8).long()
+
+
+def compare_training(options: argparse.Namespace) -> None:
+    """Loss curves of the reference, of the reference with the rows of every batch in another order (the same model up to
+    rounding), and of the kernel: the kernel may stray from the reference as far as rounding alone does."""
+    batch, length, steps = options.batch, options.length, options.steps
+    text = library_text(batch * (length + 1) * min(steps, 40)).view(-1, batch, length + 1).cuda()
+    result: dict[str, Any] = {"provenance": provenance("cuda", options.commit), "arms": {}}
+    strays = []
+    for name in options.arms:
+        curves = {}
+        for label, impl in (("reference", "reference"), ("rounding", "reference"), ("fused", "triton")):
+            torch._dynamo.reset()
+            coupling = CouplingSpec(**COUPLED[name])
+            model = Decoder(recipe(options.model, coupling=coupling, context=length), seed=0).cuda()
+            for module in model.modules():
+                if isinstance(module, Coupling):
+                    module.impl = impl
+            step = Step(model, text[0].clone())
+            step.optimiser.param_groups[0]["lr"] = 1e-3
+            losses = []
+            for i in range(steps):
+                step.ids.copy_(text[i % len(text)].flip(0) if label == "rounding" else text[i % len(text)])
+                losses.append(step())
+            curves[label] = torch.stack(losses).tolist()
+        truth = curves["reference"]
+        off = {
+            label: [abs(a - b) for a, b in zip(curves[label], truth, strict=True)] for label in ("rounding", "fused")
+        }
+        mean = {label: sum(values) / steps for label, values in off.items()}
+        print(
+            f"{options.model}, {name}: loss {truth[0]:.3f} → {truth[-1]:.4f}; kernel {curves['fused'][-1]:.4f}; mean |difference| "
+            f"over {steps} steps {mean['fused']:.2e}, of the same model in another row order {mean['rounding']:.2e}",
+            flush=True,
+        )
+        result["arms"][name] = {"curves": curves, "mean_difference": mean}
+        if not mean["fused"] <= 2 * mean["rounding"]:
+            strays.append(name)
+    keep(f"coupling-train-{options.name or options.model}", result, options.out)
+    if strays:
+        sys.exit(f"{', '.join(strays)}: the kernel strays from the reference by more than twice what rounding does.")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["op", "step"])
-    parser.add_argument("--try", dest="try_launches", action="store_true", help="the operation under many launches")
+    parser.add_argument("what", choices=["op", "step", "train"])
     parser.add_argument("--head-widths", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--arms", nargs="+", default=list(COUPLED), choices=list(COUPLED))
     parser.add_argument("--width", type=int, default=512, help="of q and of k, for the operation alone")
     parser.add_argument("--model", default="51m", help="a recipe")
     parser.add_argument("--heads", type=int, help="instead of the recipe's")
     parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--length", type=int, default=512, help="tokens of a row, for the loss curves")
+    parser.add_argument("--steps", type=int, default=200, help="of the loss curves")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--fused-only", action="store_true", help="leave the reference's arms out")
     parser.add_argument("--name", help="what the result file's name ends with")
@@ -303,7 +316,7 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("benchmarks/coupling.py measures a GPU, and there is none here.")
-    {"op": measure_op, "step": measure_step}[options.what](options)
+    {"op": measure_op, "step": measure_step, "train": compare_training}[options.what](options)
 
 
 if __name__ == "__main__":

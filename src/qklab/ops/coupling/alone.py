@@ -89,7 +89,14 @@ def alone_forward(
         for _ in range(STEPS):
             b_x += step * force(b_x, b_w1, p_b1, b_w2, p_b2, o_h, m_h, o_d, m_d, FORCE, DOT, FAST)
         b_x = finished(b_x, b_gain, b_cos, b_sin, eps, NORM, TURN * TURNED, D)
-        store_rows(p_out + i_row.to(tl.int64) * (HEADS * D) + i_head * D + tl.arange(0, BM) * (HEADS * D), m_rows, o_j, b_x, D, TURNED)
+        store_rows(
+            p_out + i_row.to(tl.int64) * (HEADS * D) + i_head * D + tl.arange(0, BM) * (HEADS * D),
+            m_rows,
+            o_j,
+            b_x,
+            D,
+            TURNED,
+        )
 
 
 @triton.jit
@@ -206,7 +213,14 @@ def alone_backward(
             )  # fmt: skip
             b_dstep += b_along
             b_dx += b_du
-        store_rows(p_dx + i_row.to(tl.int64) * (HEADS * D) + i_head * D + tl.arange(0, BM) * (HEADS * D), m_rows, o_j, b_dx, D, TURNED)
+        store_rows(
+            p_dx + i_row.to(tl.int64) * (HEADS * D) + i_head * D + tl.arange(0, BM) * (HEADS * D),
+            m_rows,
+            o_j,
+            b_dx,
+            D,
+            TURNED,
+        )
     tl.store(p_sums + o_step, tl.sum(b_dstep, 0))
     store_matrix(p_sums + o_w1, b_dw1, o_h, m_h, D, o_d, m_d, 1)
     if FORCE == MLP:

@@ -85,7 +85,7 @@ def rows_from(p_x, i_row, batch, token, T, BM: tl.constexpr, EVEN: tl.constexpr)
 def load_angles(p_cos, p_sin, m_rows, o_j, TURNED: tl.constexpr, WIDE: tl.constexpr, FULL: tl.constexpr = False):
     """cos and sin [M, D/2] of the tokens whose tables start at p_cos, p_sin [M]; 1 and 0 where nothing turns."""
     o = o_j[None, :]
-    if FULL and TURNED == o_j.shape[0]:
+    if FULL and o_j.shape[0] == TURNED:
         b_cos, b_sin = tl.load(p_cos[:, None] + o), tl.load(p_sin[:, None] + o)
     else:
         m = m_rows[:, None] & (o_j < TURNED)[None, :]
@@ -429,13 +429,17 @@ def forced_backward(
             b_cos, b_sin = load_angles(p_c, p_s, m_rows, o_j, TURNED, WIDE, EVEN)
         p_dkeyed = rows_from(p_dk_out + i_g * dk_h, i_row, dk_b, dk_t, T, BM, EVEN)
         b_dk = load_rows(p_dkeyed, m_rows, o_j, D, TURNED, p_dk_out.dtype.element_ty, EVEN)
-        b_dk, b_unit = finish_backward(as_result(b_dk, DOT, WIDE), b_end, b_gain_k, b_cos, b_sin, eps, NORM, TURN_K * TURNED, D)
+        b_dk, b_unit = finish_backward(
+            as_result(b_dk, DOT, WIDE), b_end, b_gain_k, b_cos, b_sin, eps, NORM, TURN_K * TURNED, D
+        )
         if p_gain_k is not None:
             add_columns(p_dgain_k, b_unit, o_d, m_d)
         b_shift = b_q
         if R == 1:
             b_dq = load_rows(p_dqueries, m_rows, o_j, D, TURNED, p_dq_out.dtype.element_ty, EVEN)
-            b_dq, b_unit = finish_backward(as_result(b_dq, DOT, WIDE), b_q, b_gain_q, b_cos, b_sin, eps, NORM, TURNED, D)
+            b_dq, b_unit = finish_backward(
+                as_result(b_dq, DOT, WIDE), b_q, b_gain_q, b_cos, b_sin, eps, NORM, TURNED, D
+            )
             if p_gain_q is not None:
                 add_columns(p_dgain_q, b_unit, o_d, m_d)
         else:

@@ -125,7 +125,7 @@ def store_rows(p_rows, m_rows, o_j, b_x, D: tl.constexpr, TURNED: tl.constexpr, 
 @triton.jit
 def column_of(o_d, D: tl.constexpr, TURNED: tl.constexpr):
     """Where the tile's columns [D] lie among a head's entries, and which of them exist."""
-    if TURNED == 0 or 2 * TURNED == o_d.shape[0]:
+    if TURNED == 0 or o_d.shape[0] == 2 * TURNED:
         o_column, m_column = o_d, o_d < D
     else:
         o_a, o_b, m_a, m_b = columns(o_d // 2, D, TURNED)
@@ -137,7 +137,7 @@ def column_of(o_d, D: tl.constexpr, TURNED: tl.constexpr):
 @triton.jit
 def turned(b_x, b_cos, b_sin, TURNED: tl.constexpr):
     """R x: b_cos, b_sin [M, D/2]."""
-    ALTERNATE: tl.constexpr = 2 * TURNED != b_x.shape[1]
+    ALTERNATE: tl.constexpr = b_x.shape[1] != 2 * TURNED
     b_a, b_b = unpaired(b_x, ALTERNATE)
     return paired(b_a * b_cos - b_b * b_sin, b_b * b_cos + b_a * b_sin, ALTERNATE)
 

@@ -257,15 +257,16 @@ def library_text(count: int) -> Tensor:
 
 
 def compare_training(options: argparse.Namespace) -> None:
-    """Loss curves of the reference, of the reference with the rows of every batch in another order (the same model up to
-    rounding), and of the kernel: the kernel may stray from the reference as far as rounding alone does."""
+    """Loss curves of the reference, of the reference with the rows of every batch in another order (the same model up
+    to rounding), and of the kernel, which may stray from the reference twice as far as rounding alone does."""
     batch, length, steps = options.batch, options.length, options.steps
     text = library_text(batch * (length + 1) * min(steps, 40)).view(-1, batch, length + 1).cuda()
     result: dict[str, Any] = {"provenance": provenance("cuda", options.commit), "arms": {}}
     strays = []
     for name in options.arms:
         curves = {}
-        for label, impl in (("reference", "reference"), ("rounding", "reference"), ("fused", "triton")):
+        impls: dict[str, Impl] = {"reference": "reference", "rounding": "reference", "fused": "triton"}
+        for label, impl in impls.items():
             torch._dynamo.reset()
             coupling = CouplingSpec(**COUPLED[name])
             model = Decoder(recipe(options.model, coupling=coupling, context=length), seed=0).cuda()
@@ -285,8 +286,8 @@ def compare_training(options: argparse.Namespace) -> None:
         }
         mean = {label: sum(values) / steps for label, values in off.items()}
         print(
-            f"{options.model}, {name}: loss {truth[0]:.3f} → {truth[-1]:.4f}; kernel {curves['fused'][-1]:.4f}; mean |difference| "
-            f"over {steps} steps {mean['fused']:.2e}, of the same model in another row order {mean['rounding']:.2e}",
+            f"{options.model}, {name}: loss {truth[0]:.3f} → {truth[-1]:.4f}; kernel {curves['fused'][-1]:.4f}; "
+            f"mean |difference| over {steps} steps {mean['fused']:.2e}, of rows in another order {mean['rounding']:.2e}",
             flush=True,
         )
         result["arms"][name] = {"curves": curves, "mean_difference": mean}

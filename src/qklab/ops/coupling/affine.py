@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 
 from qklab.ops.coupling.kernels import (
-    as_result,
     begin_sum,
     finish_backward,
     finished,
@@ -281,13 +280,13 @@ def affine_backward(
             p_s = rows_from(p_sin, i_row, a_b, a_t, T, BM, EVEN)
             b_cos, b_sin = load_angles(p_c, p_s, m_rows, o_j, TURNED, WIDE)
         p_dkeyed = rows_from(p_dk_out + i_g * dk_h, i_row, dk_b, dk_t, T, BM, EVEN)
-        b_dk = as_result(load_rows(p_dkeyed, m_rows, o_j, D, TURNED, p_dk_out.dtype.element_ty), DOT, WIDE)
+        b_dk = load_rows(p_dkeyed, m_rows, o_j, D, TURNED, WIDE)
         b_dk, b_unit = finish_backward(b_dk, b_k_end, b_gain_k, b_cos, b_sin, eps, NORM, TURN_K * TURNED, D)
         if p_gain_k is not None:
             add_columns(p_sums + D, b_unit, o_d, m_d)
         b_extra = tl.zeros([BM, DP], WIDE)  # the gradient of log E
         if R == 1:
-            b_dq = as_result(load_rows(p_dqueries, m_rows, o_j, D, TURNED, p_dq_out.dtype.element_ty), DOT, WIDE)
+            b_dq = load_rows(p_dqueries, m_rows, o_j, D, TURNED, WIDE)
             b_dq, b_unit = finish_backward(b_dq, b_q_end, b_gain_q, b_cos, b_sin, eps, NORM, TURNED, D)
             if p_gain_q is not None:
                 add_columns(p_sums, b_unit, o_d, m_d)

@@ -307,8 +307,8 @@ def forced_backward(
     p_dq,  # [B, T, H, D], contiguous
     p_dk,  # [B, T, G, D], contiguous
     p_sums,  # [programs, 1 + 2D]: this program's share of the gradients of the step (its drifts alone) and the gains
-    p_work,  # [tiles, LEFT, 2, BM, DP] in DOT: for every evaluation of the force (LEAN: but the first), its argument and
-    # gradient; of Euler's only one, if LEAN, the gradient alone [tiles, BM, DP]
+    p_work,  # [tiles, LEFT, 2, BM, DP] in DOT: argument and gradient of every evaluation of the force (LEAN: but of the
+    # first; of Euler's only one then its gradient alone, [tiles, BM, DP])
     p_keys,  # [programs, STEPS, BM, DP] in DOT: the keys that Euler's queries drifted by; None for one step
     q_b,
     q_t,
@@ -541,7 +541,7 @@ def load_first(
     KIND: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TURNED: tl.constexpr, WIDE: tl.constexpr,
     BM: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Argument and gradient [BM, DP] of a tile's first evaluation of the force: q, and dk, or its half, but for Euler."""
+    """Argument and gradient [BM, DP] of a tile's first evaluation of the force: q; and dk or its half, but for Euler."""
     i_g, i_row = i_tile % G, (begin + i_tile // G) * BM
     m_rows, o_j = i_row + tl.arange(0, BM) < rows, tl.arange(0, DP // 2)
     p_queries = rows_from(p_q + i_g * q_h, i_row, q_b, q_t, T, BM, EVEN)

@@ -1,9 +1,9 @@
 """The coupling maps on tiles: what one program does with the queries and keys of a block of tokens.
 
-A rotation must find the two entries it turns together in one thread. Where all D = 2^n entries turn they lie D/2 apart, as
-columns of a product's result do; else a tile [M, D] holds its columns in pairs: entries 2j and 2j + 1 turn together.
-Weights are tiles [h, D] in the same order. State is float32; products take their operands in
-DOT. Prefixes: p_ pointer, o_ offsets, m_ mask, b_ block of values, i_ index.
+A rotation must find the two entries it turns together in one thread. Where all D = 2^n entries turn they lie D/2 apart,
+as columns of a product's result do; else a tile [M, D] holds its columns in pairs: entries 2j and 2j + 1 turn together.
+Weights are tiles [h, D] in the same order. State is float32; products take their operands in DOT. Prefixes: p_ pointer,
+o_ offsets, m_ mask, b_ block of values, i_ index.
 """
 
 # Triton's language is not Python's: its types mean nothing to a checker.

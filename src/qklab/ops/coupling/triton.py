@@ -37,13 +37,9 @@ class Launch:
 
 def launch(direction: str, kind: str, DP: int, HP: int) -> Launch:
     """The launch for heads of DP and networks of HP padded entries: of the forward, of the backward, and of the weight
-    gradients, whose block is the backward's. The fastest found on an H200."""
-    if kind == "uncoupled" or direction == "weights":
+    gradients, whose block is the backward's."""
+    if kind in ("affine", "uncoupled") or direction == "weights" or DP * HP > 64 * 64:
         return Launch()
-    if kind == "affine":
-        return Launch(block=32) if direction == "backward" else Launch()
-    if DP * HP > 64 * 64:
-        return Launch(block=32, stages=2) if direction == "forward" else Launch(block=32, warps=8, stages=2, programs=1)
     return Launch(stages=3) if direction == "forward" else Launch(stages=2)
 
 
@@ -277,7 +273,8 @@ def affine_backward(call: Call, how: Launch, dq_out: Tensor, dk_out: Tensor, dq:
             dq_out, dk_out, dq, dk, asides, parts.work, states,
             *strides(call.q), *strides(call.k), *strides(dq_out), *strides(dk_out), *call.angle_strides(),
             call.limit, call.eps or 0.0, call.rows, call.T, begin, tiles, call.per_head,
-            HEADED=call.headed(), G=call.G, R=call.H // call.G, TURN_K=call.turn_key, **call.shape, **options(how, call.T),
+            HEADED=call.headed(), G=call.G, R=call.H // call.G, TURN_K=call.turn_key,
+            **call.shape, **options(how, call.T),
         )  # fmt: skip
         for i, offset in ((0, 3), (1, 0)):  # a step's key tiles lie before its query tiles
             run(

@@ -110,6 +110,31 @@ def run_sample(flags: Any) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
+class Export:
+    """Write a trained model as a folder that Transformers loads: weights, configuration, tokenizer and model card.
+
+    Args:
+        run: a run directory
+        folder: where to, a folder that is new or empty
+        best: the best checkpoint instead of the newest
+    """
+
+    run: Positional[Path]
+    folder: Positional[Path]
+    best: bool = False
+
+
+def run_export(flags: Any) -> int:
+    """Write a trained model as a folder that Transformers loads."""
+    try:
+        from qklab.hf.export import export
+    except ImportError as error:
+        raise ValueError(str(error)) from error
+    print(export(flags.run, flags.folder, "best" if flags.best else "newest"))
+    return 0
+
+
+@dataclasses.dataclass(frozen=True)
 class DataPrepare(CorpusChoices):
     """Read a source, split it into train, valid and test, tokenise it, and keep it as hashed shards.
 
@@ -390,6 +415,60 @@ def run_inspect(flags: Any) -> int:
     return 0
 
 
+@dataclasses.dataclass(frozen=True)
+class Eval:
+    """Score a model on tasks of lm-evaluation-harness.
+
+    Args:
+        model: a run directory, or a folder with a Transformers model
+        tasks: names of the harness, which downloads their data, or local-NAME for NAME.jsonl under --data
+        data: the folder with the .jsonl files of local tasks
+        limit: only so many questions of each task
+        batch_size: texts per forward pass
+        fewshot: examples before every question; by default what the task says
+        device: cpu or cuda; auto takes a GPU if there is one
+        seed: decides which examples are drawn
+        best: the best checkpoint of a run instead of the newest
+        out: a JSON file for scores, settings and where they come from
+    """
+
+    model: Positional[Path]
+    tasks: tuple[str, ...] = ()
+    data: Path | None = None
+    limit: int | None = None
+    batch_size: int = 8
+    fewshot: int | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    seed: int = 0
+    best: bool = False
+    out: Path | None = None
+
+
+def run_eval(flags: Any) -> int:
+    """Score a run or a Transformers model on tasks of lm-evaluation-harness."""
+    from rich.console import Console
+
+    try:
+        from qklab.hf import evaluate, scores
+    except ImportError as error:
+        raise ValueError(str(error)) from error
+    from qklab.runs.files import write_json
+
+    if flags.out is not None and not flags.out.parent.is_dir():
+        raise ValueError(f"--out {flags.out} cannot be written: there is no folder {flags.out.parent}.")
+    names = ("device", "data", "limit", "batch_size", "fewshot", "seed")
+    which = "best" if flags.best else "newest"
+    found = evaluate.evaluate_folder(
+        flags.model, flags.tasks, which=which, **{name: getattr(flags, name) for name in names}
+    )
+    if flags.out is not None:
+        write_json(flags.out, found)
+    Console(width=None if sys.stdout.isatty() else 140).print(scores.table(found))
+    for remark in scores.remarks(found):
+        print(remark)
+    return 0
+
+
 COMMANDS = {
     "compare": (Compare, run_compare),
     "study": (Study, run_study),
@@ -398,6 +477,8 @@ COMMANDS = {
     "data": (Data, run_data),
     "train": (Train, run_train),
     "sample": (Sample, run_sample),
+    "export": (Export, run_export),
+    "eval": (Eval, run_eval),
     "describe": (Describe, run_describe),
     "mechanisms": (Mechanisms, run_mechanisms),
 }

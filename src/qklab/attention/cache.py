@@ -1,7 +1,8 @@
 """What decoding keeps of past tokens: exactly the tensors the spec needs, preallocated, and not a byte more.
 
 A cache starts with room for `tokens` tokens. Filled beyond that it grows, over-allocating by at most half
-(`spare_bytes` says by how much), or with `grow=False` refuses before anything is written.
+(`spare_bytes` says by how much), or with `grow=False` refuses before anything is written. A `StaticCache` never moves:
+its length is a tensor, so that one compiled graph serves every step.
 
 Caches are for inference: decode under `torch.no_grad()`. With gradients on, the first chunk backpropagates as a full
 forward does; once later tokens are written beside it torch refuses to, rather than give a wrong gradient.
@@ -41,7 +42,7 @@ class Cache:
         self.tensors = [
             torch.zeros(batch, tokens, heads, width // heads, dtype=dtype, device=device) for width in self.widths(spec)
         ]
-        self.length = 0
+        self._length = 0
         self.grow = grow
         self.left_padding = None if left_padding is None else checked_padding(left_padding, batch).to(device)
 
@@ -53,6 +54,15 @@ class Cache:
     @staticmethod
     def heads(spec: AttentionSpec) -> int:
         return spec.kv_heads
+
+    @property
+    def length(self) -> int:
+        """Tokens remembered."""
+        return self._length
+
+    @length.setter
+    def length(self, length: int) -> None:
+        self._length = length
 
     @property
     def batch(self) -> int:
@@ -75,12 +85,8 @@ class Cache:
 
     def append(self, *new: Tensor) -> list[Tensor]:
         """Remember new tokens [B, T, heads, width] and return everything remembered [B, length, heads, width]."""
-        batch, tokens = new[0].shape[:2]
-        if batch != self.batch:
-            raise ValueError(f"the cache holds {self.batch} sequences, but {batch} came; make one with batch={batch}.")
-        held, came = ([list(tensor.shape[2:]) for tensor in tensors] for tensors in (self.tensors, new))
-        if held != came:
-            raise ValueError(f"this cache holds {held} per token, but {came} came; use this layer's own new_cache.")
+        self.check(*new)
+        tokens = new[0].shape[1]
         end = self.length + tokens
         if end > self.capacity:
             if not self.grow:
@@ -94,8 +100,28 @@ class Cache:
         self.length = end
         return self.read()
 
+    def check(self, *new: Tensor) -> None:
+        """Raise where the new tokens are not of this cache's shape."""
+        batch = new[0].shape[0]
+        if batch != self.batch:
+            raise ValueError(f"the cache holds {self.batch} sequences, but {batch} came; make one with batch={batch}.")
+        held, came = ([list(tensor.shape[2:]) for tensor in tensors] for tensors in (self.tensors, new))
+        if held != came:
+            raise ValueError(f"this cache holds {held} per token, but {came} came; use this layer's own new_cache.")
+
     def read(self) -> list[Tensor]:
         return [tensor[:, : self.length] for tensor in self.tensors]
+
+    def slots(self, tokens: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Where `tokens` new tokens will stand [T], the slots `append` will return [S], and how many of these will be
+        filled, where that is not all of them."""
+        every = torch.arange(self.length + tokens, device=self.tensors[0].device)
+        return every[self.length :], every, None
+
+    @property
+    def started(self) -> bool:
+        """Whether anything is remembered."""
+        return self.length > 0
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` tokens in all, keeping what is there."""
@@ -121,6 +147,10 @@ class Cache:
             )
         if int(rows.min()) < 0 or int(rows.max()) >= self.batch:
             raise ValueError(f"rows must lie between 0 and {self.batch - 1}, but {rows.tolist()} came.")
+        self.take(rows)
+
+    def take(self, rows: Tensor) -> None:
+        """`reorder` without its checks, for which a GPU has to be waited for."""
         self.tensors = [tensor.index_select(0, rows) for tensor in self.tensors]
         if self.left_padding is not None:
             self.left_padding = self.left_padding.index_select(0, rows)
@@ -153,6 +183,78 @@ class LatentCache(Cache):
     @staticmethod
     def heads(spec: AttentionSpec) -> int:
         return 1
+
+
+class StaticCache(Cache):
+    """A cache of fixed room for torch.compile and CUDA graphs: no tensor is ever replaced, and its length is a tensor.
+
+    The first chunk is attended to as it came; after that all `capacity` slots are read and those not yet filled are
+    masked. What lies beyond the capacity is not noticed in a compiled graph: the caller makes the room large enough.
+    """
+
+    def __init__(self, spec: AttentionSpec, batch: int, tokens: int, dtype: torch.dtype, device: torch.device | str):
+        super().__init__(spec, batch, tokens, dtype, device, grow=False)
+        self.filled = torch.zeros((), dtype=torch.long, device=device)
+        self.left_padding: Tensor | None = torch.zeros(batch, dtype=torch.long, device=device)
+        self.fresh = True
+
+    @staticmethod
+    def widths(spec: AttentionSpec) -> tuple[int, ...]:
+        return cache_class(spec).widths(spec)
+
+    @staticmethod
+    def heads(spec: AttentionSpec) -> int:
+        return cache_class(spec).heads(spec)
+
+    @property
+    def started(self) -> bool:
+        return not self.fresh
+
+    @property
+    def length(self) -> int:
+        return int(self.filled)
+
+    @length.setter
+    def length(self, length: int) -> None:
+        self.filled.fill_(length)
+        self.fresh = length == 0
+
+    def append(self, *new: Tensor) -> list[Tensor]:
+        """As `Cache.append`, but after the first chunk all slots are returned, filled or not."""
+        self.check(*new)
+        tokens = new[0].shape[1]
+        if tokens > self.capacity:
+            raise ValueError(
+                f"the cache has room for {self.capacity} tokens, but {tokens} came; make it with tokens={tokens}."
+            )
+        own, _, _ = self.slots(tokens)
+        for tensor, value in zip(self.tensors, new, strict=True):
+            tensor.index_copy_(1, own, value.detach().to(tensor.dtype))
+        self.filled.add_(tokens)
+        first, self.fresh = self.fresh, False
+        return list(new) if first else self.tensors
+
+    def slots(self, tokens: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        new = torch.arange(tokens, device=self.filled.device)
+        if self.fresh:
+            return new, new, None
+        every = torch.arange(self.capacity, device=self.filled.device)
+        return new + self.filled, every, self.filled + tokens
+
+    def take(self, rows: Tensor) -> None:
+        """In place where the number of rows stays, so that compiled graphs still find the tensors."""
+        if len(rows) != self.batch:
+            super().take(rows)
+            return
+        assert self.left_padding is not None
+        for tensor in (*self.tensors, self.left_padding):
+            tensor.copy_(tensor.index_select(0, rows))
+
+    def clear(self) -> None:
+        """Forget everything, and the padding too."""
+        assert self.left_padding is not None
+        self.length = 0
+        self.left_padding.zero_()
 
 
 def cache_class(spec: AttentionSpec) -> type[Cache]:

@@ -27,7 +27,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, places: Places, bias: 
     Query head h reads key/value head ⌊h·G/H⌋.
     """
     if places.cached and bias is None:
-        return decode(q, k, None if v is k else v, scale=scale, starts=places.starts)
+        return decode(q, k, None if v is k else v, scale=scale, starts=places.starts, lengths=places.lengths)
     if places.blocks is not None and bias is None:
         from torch.nn.attention.flex_attention import flex_attention
 
@@ -242,7 +242,8 @@ class LatentSoftmax(Softmax):
         nope = torch.einsum("bthd,hdc->bthc", q[..., : self.head_width], up_key)
         q = torch.cat([nope, q[..., self.head_width :]], -1)
         if places.cached:
-            o = decode(q, latent, value_width=self.kv_rank, scale=self.scale, starts=places.starts)  # [B, T, H, d_c]
+            starts, lengths, width = places.starts, places.lengths, self.kv_rank
+            o = decode(q, latent, value_width=width, scale=self.scale, starts=starts, lengths=lengths)  # [B, T, H, d_c]
         else:
             o = attend(q, latent, latent[..., : self.kv_rank], self.scale, places)
         return torch.einsum("bthc,hdc->bthd", o, up_value)

@@ -28,6 +28,7 @@ class Places(NamedTuple):
     blocks: Any = None  # the mask of packed texts as flex_attention's BlockMask, inside a graph compiled for a GPU
     cached: bool = False  # the new tokens follow others, which a cache holds
     starts: Tensor | None = None  # [B], where a cached row's text starts after its left padding
+    lengths: Tensor | None = None  # [B], how many of the S slots of a static cache are filled
 
 
 @torch.library.custom_op("qklab::rope_angles", mutates_args=())
@@ -54,26 +55,29 @@ def locate(spec: AttentionSpec, x: Tensor, segments: Tensor | None, cache: Cache
     A segment is a run of equal ids; positions restart with it and attention never leaves it. No real token sees the
     tokens of a cache's left padding; what these see themselves is of no meaning.
     """
-    tokens, device, blocks = x.shape[1], x.device, None
-    before = 0 if cache is None else cache.length
-    slots = torch.arange(before + tokens, device=device)
+    tokens, blocks, lengths = x.shape[1], None, None
+    started = cache is not None and cache.started
+    if cache is not None:
+        own, slots, filled = cache.slots(tokens)
+        lengths = None if filled is None else filled.repeat(x.shape[0])
+    else:
+        own = slots = torch.arange(tokens, device=x.device)
     if segments is not None:
         positions, mask = packed(segments, slots, spec.causal)
         if x.is_cuda and torch.compiler.is_compiling() and x.dtype != torch.float64 and spec.head_width >= 16:
             blocks = packed_blocks(segments, spec.causal)
         key_positions, causal = positions, False
     elif cache is not None and cache.left_padding is not None:
-        real = slots >= cache.left_padding[:, None]  # [B, S]
-        key_positions = (slots - cache.left_padding[:, None]).clamp(min=0)
-        positions = key_positions[:, before:]
-        mask = (real[:, before:, None] == real[:, None, :]) & triangle(slots, before)
+        padding = cache.left_padding[:, None]
+        key_positions = (slots - padding).clamp(min=0)
+        positions = (own - padding).clamp(min=0)
+        mask = ((own >= padding)[:, :, None] == (slots >= padding)[:, None, :]) & (own[:, None] >= slots)
         mask, causal = mask[:, None], False
     else:
-        key_positions = slots[None]
-        positions = key_positions[:, before:]
+        key_positions, positions = slots[None], own[None]
         # SDPA's own triangle is aligned top-left: right for a first chunk, wrong after a cached prefix
-        mask = triangle(slots, before)[None, None] if spec.causal and before and tokens > 1 else None
-        causal = spec.causal and not before
+        mask = (own[:, None] >= slots)[None, None] if spec.causal and started and tokens > 1 else None
+        causal = spec.causal and not started
     angles = key_angles = None
     if spec.rotated_width:
         precision = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -81,7 +85,7 @@ def locate(spec: AttentionSpec, x: Tensor, segments: Tensor | None, cache: Cache
         if spec.kv_rotation == "on-read":
             key_angles = rope_angles(key_positions, spec.rotated_width, spec.rope_base, precision)
     starts = None if cache is None else cache.left_padding
-    return Places(positions, mask, causal, angles, key_angles, blocks, cached=before > 0, starts=starts)
+    return Places(positions, mask, causal, angles, key_angles, blocks, cached=started, starts=starts, lengths=lengths)
 
 
 def triangle(slots: Tensor, before: int) -> Tensor:

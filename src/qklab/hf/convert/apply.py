@@ -1,0 +1,209 @@
+"""convert and revert: change a loaded Transformers model in place, and undo it where that is possible."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from qklab.attention.spec import CouplingKind, CouplingSpec
+from qklab.hf.convert.attention import ConvertedAttention
+from qklab.hf.convert.calibrate import Text, Walk, batches_of, evaluating, relative_change
+from qklab.hf.convert.check import check_options, coupling_of, merge_of, refuse_converted, refuse_unfit
+from qklab.hf.convert.families import family_of
+from qklab.hf.convert.layers import block_of, convert_layers, originals, set_kv_heads
+from qklab.hf.convert.record import Conversion, Report, conversion_of
+
+
+@dataclass
+class Before:
+    """What `revert` needs: the replaced projections by layer, the key/value heads, the parameters that were frozen, and
+    the record of an earlier conversion that left the model a plain one of its family."""
+
+    projections: dict[str, dict[str, nn.Module]] = field(default_factory=dict)
+    kv_heads: int | None = None
+    frozen: list[str] = field(default_factory=list)
+    record: dict[str, Any] | None = None
+    earlier: Before | None = None
+
+
+def convert(
+    model: PreTrainedModel,
+    *,
+    coupling: CouplingSpec | CouplingKind | None = None,
+    share: Literal["k=v"] | None = None,
+    norm: Literal["qk-norm"] | None = None,
+    kv_heads: int | None = None,
+    merge: Literal["least-squares", "mean"] | None = None,
+    calibration: Text | None = None,
+    weight: float = 0.5,
+    norm_eps: float = 1e-6,
+    keep_original: bool = False,
+    trainable: Literal["coupling", "inserted"] | None = None,
+    seed: int = 0,
+) -> Report:
+    """Change a loaded Transformers model in place (`FAMILIES` says which kinds).
+
+    Args:
+        coupling: Insert a coupling of this kind at identity: the logits stay what they were, bit for bit.
+        share: "k=v" makes key and value one tensor s: key ≈ s, value ≈ M s + c with M and c folded into the output
+            projection; fitted in closed form. The cache then holds s alone.
+        norm: "qk-norm" inserts RMSNorm on queries and keys, with gains that keep each entry's mean square.
+        kv_heads: Merge key/value heads until this many are left (1 is multi-query attention).
+        merge: How: "least-squares" (default) or "mean".
+        calibration: Token ids [batch, tokens] or a list of them, by which share, norm and merge are fitted and
+            measured. Without it the layers' inputs count as uncorrelated with equal variance.
+        weight: How much keys count against values in share's fit, between 0 and 1.
+        norm_eps: Epsilon of the inserted norm.
+        keep_original: Keep the weights that share and kv_heads replace in CPU memory, so that `revert` can undo them.
+        trainable: "coupling" freezes everything but the coupling, "inserted" everything but coupling and norm.
+        seed: Of the coupling's forces.
+    """
+    family = family_of(model)
+    refuse_converted(model, family)
+    conversion = Conversion(
+        family=family.model_type,
+        model=type(model).__name__,
+        coupling=coupling_of(coupling),
+        share=share,
+        norm=norm,
+        norm_eps=norm_eps,
+        kv_heads=kv_heads,
+        merge=merge_of(merge, kv_heads),
+    )
+    refuse_unfit(model, family, conversion)
+    check_options(conversion, calibration, weight, trainable)
+    heads_before = family.kv_heads(model.config)
+    count_before = parameters_of(model)
+    batches = None if calibration is None else batches_of(calibration, model)
+    before = Before(
+        kv_heads=heads_before if kv_heads is not None else None,
+        record=getattr(model.config, "qklab", None),
+        earlier=model.__dict__.get("qklab_before"),
+    )
+    if keep_original and conversion.overwrites:
+        before.projections = {name: originals(layer, family) for name, layer in family.layers(model).items()}
+    with evaluating(model):
+        logits = None if batches is None else logits_of(model, batches[0])
+        walk = None if batches is None else Walk(model, [block_of(model, n) for n in family.layers(model)], batches)
+        reports, conversion = convert_layers(model, conversion, walk, weight, seed)
+        mark(model, conversion)
+        moved = None
+        if batches is not None and logits is not None:
+            moved = relative_change([logits], [cast(Tensor, logits_of(model, batches[0]))])
+    for layer in family.layers(model).values():
+        layer.train(layer.training)  # what is new in it as well
+    before.frozen = freeze(model, trainable)
+    model.__dict__["qklab_before"] = before
+    inserted = sum(p.numel() for _, p in inserted_parameters(model))
+    notes = []
+    if batches is None and (conversion.overwrites or conversion.norm):
+        notes.append("No calibration text: the fit took the layers' inputs as uncorrelated with equal variance.")
+    return Report(
+        conversion=conversion,
+        parameters_before=count_before,
+        parameters=parameters_of(model),
+        inserted=inserted,
+        trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        cache_share=family.kv_heads(model.config) / heads_before * (0.5 if share else 1.0),
+        layers=reports,
+        logits=moved,
+        notes=notes,
+    )
+
+
+def revert(model: PreTrainedModel) -> None:
+    """Undo the last `convert`.
+
+    An inserted coupling or norm is dropped, with whatever it has learned, and all else is left as it is now. Weights
+    that share and kv_heads replaced come back as they were then, if `convert` was told keep_original=True.
+    """
+    family = family_of(model)
+    conversion = conversion_of(model)
+    if conversion is None:
+        raise ValueError("this model is not converted, so there is nothing to revert.")
+    before = model.__dict__.get("qklab_before", Before())
+    if conversion.overwrites and not before.projections:
+        what = "share" if conversion.share else "kv_heads"
+        raise ValueError(
+            f"{what} replaced weights that were not kept, so it cannot be undone; load the original model again, or "
+            "convert with keep_original=True."
+        )
+    for name, layer in family.layers(model).items():
+        if isinstance(layer, ConvertedAttention):
+            for part in ("couple", "normalise"):
+                delattr(layer, part)
+            for part in ("head_width", "rotary"):
+                del layer.__dict__[part]
+            cast(Any, layer).__class__ = family.attention_class
+        old = getattr(layer, family.layout.output).weight
+        for part, module in before.projections.get(name, {}).items():
+            setattr(layer, part, module.to(device=old.device, dtype=old.dtype).train(layer.training))
+    if before.kv_heads is not None:
+        set_kv_heads(model, family, before.kv_heads)
+    for name in before.frozen:
+        model.get_parameter(name).requires_grad_(True)
+    unmark(model, before)
+
+
+def logits_of(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor | None:
+    """Logits of the batch's real tokens; None for a model without a head."""
+    logits = getattr(model(**batch, use_cache=False), "logits", None)
+    if logits is None or logits.dim() < 3:
+        return logits
+    return logits[batch["attention_mask"].bool()]
+
+
+def parameters_of(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def inserted_parameters(model: PreTrainedModel) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of coupling and norm, by name."""
+    found = []
+    for name, layer in family_of(model).layers(model).items():
+        for part in ("couple", "normalise"):
+            module = getattr(layer, part, None) if isinstance(layer, ConvertedAttention) else None
+            if module is not None:
+                found += [(f"{name}.{part}.{path}", value) for path, value in module.named_parameters()]
+    return found
+
+
+def freeze(model: PreTrainedModel, trainable: str | None) -> list[str]:
+    """Freeze all but what `trainable` names; the names of what was frozen."""
+    if trainable is None:
+        return []
+    mark = (".couple.",) if trainable == "coupling" else (".couple.", ".normalise.")
+    kept = {id(value) for name, value in inserted_parameters(model) if any(part in name for part in mark)}
+    frozen = []
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in kept and parameter.requires_grad:
+            parameter.requires_grad_(False)
+            frozen.append(name)
+    return frozen
+
+
+def mark(model: PreTrainedModel, conversion: Conversion) -> None:
+    """Record the conversion in the configuration and let the model save itself as a converted one."""
+    from qklab.hf.convert.store import saving_class
+
+    model.config.qklab = conversion.to_dict()
+    if conversion.structural:
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel):
+                module.__class__ = saving_class(type(module))
+
+
+def unmark(model: PreTrainedModel, before: Before) -> None:
+    from qklab.hf.convert.store import plain_class
+
+    delattr(model.config, "qklab")
+    if before.record is not None:
+        model.config.qklab = before.record
+    model.__dict__["qklab_before"] = before.earlier or Before()
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.__class__ = plain_class(type(module))

@@ -1,0 +1,168 @@
+"""The converted attention layer: the family's own projections and attention function, our stages between them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from qklab.attention.couple import Coupling
+from qklab.attention.norm import QKNorm
+from qklab.hf.convert.cache import POSITION, share_layer
+from qklab.hf.convert.families import Family
+
+BACKENDS = ("eager", "sdpa")
+
+
+def check_backend(config: Any) -> str:
+    """The attention implementation of a configuration, refused by name where it cannot be used."""
+    chosen = config._attn_implementation
+    if chosen not in BACKENDS:
+        raise ValueError(
+            f"a converted model runs with attn_implementation 'sdpa' or 'eager', but {chosen!r} was requested; "
+            "load it with one of those, or call model.set_attn_implementation('sdpa')."
+        )
+    return chosen
+
+
+class ConvertedAttention(nn.Module):
+    """project → couple → normalise → rotate → mix → output, with `couple` and `normalise` where they were inserted.
+
+    Instances are the model's own attention layers, whose class was changed to a subclass of this and of their own.
+    Where key and value are one tensor s: key_j = R_j norm(s_j), value_j = s_j, and the cache holds s_j.
+    """
+
+    family: Family
+    couple: Coupling | None
+    normalise: QKNorm | None
+    head_width: int
+    rotary: tuple[Any, ...]  # the model's rotary module, in a tuple so that it is not registered a second time
+    config: Any
+    layer_idx: int
+    scaling: float
+    eager: Any
+    rotate: Any
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        layer_past: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        backend = check_backend(self.config)
+        cache = layer_past if past_key_values is None else past_key_values
+        q, k, v = self.family.layout.project(self, hidden_states, self.head_width)
+        if self.couple is not None:
+            q, k = self.couple(q, k)
+        if v is None:
+            q, k, v = self.read_shared(q, k, position_embeddings, kwargs.get("position_ids"), cache)
+        else:
+            q, k = self.normalised(q, self.query_norm), self.normalised(k, self.key_norm)
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            if position_embeddings is not None:
+                q, k = self.rotate(q, k, *position_embeddings)
+            if cache is not None:
+                k, v = cache.update(k, v, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(backend, self.eager)
+        extras = self.family.extras(self)
+        o, weights = attend(self, q, k, v, attention_mask, scaling=self.scaling, **extras, **kwargs)
+        o = o.reshape(*hidden_states.shape[:-1], -1).contiguous()
+        return self.family.layout.finish(self, o), weights
+
+    def read_shared(
+        self,
+        q: Tensor,
+        s: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None,
+        position_ids: Tensor | None,
+        cache: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, T, H, D] and s [B, T, G, D] → queries, keys and values [B, heads, slots, D], keys turned on reading."""
+        q, s = self.normalised(q, self.query_norm).transpose(1, 2), s.transpose(1, 2)
+        angles = position_embeddings
+        if cache is not None:
+            share_layer(cache, self.layer_idx)
+            s, positions = cache.update(s, self.positions(s, position_ids), self.layer_idx)
+            if position_embeddings is not None:
+                angles = self.angles(positions[:, 0, :, 0], position_embeddings, cache)
+        k = self.normalised(s, self.key_norm)
+        if position_embeddings is not None and angles is not None:
+            q = self.rotate(q, q[:, :0], *position_embeddings)[0]
+            k = turned(k, *angles) if lean(k, angles[0]) else self.rotate(k, k[:, :0], *angles)[0]
+        return q, k, s
+
+    def positions(self, s: Tensor, position_ids: Tensor | None) -> Tensor:
+        """[B or 1, T] → [B, 1, T, 1], as the cache keeps them."""
+        if position_ids is None:
+            raise ValueError("a layer whose keys and values are one tensor needs position_ids to write to a cache.")
+        return position_ids.to(POSITION).expand(s.shape[0], -1)[:, None, :, None]
+
+    def angles(self, positions: Tensor, now: tuple[Tensor, Tensor], cache: Any) -> tuple[Tensor, Tensor]:
+        """cos and sin at the positions [B, slots] of everything cached, in the precision of the queries' own, `now`.
+
+        The layers of one pass have the same positions, so the first of each kind computes them for the others; a
+        compiler sees every layer's own computation and fuses it into the rotation.
+        """
+        kind = getattr(self, "layer_type", None)
+        arguments = (now[0], positions, kind) if self.family.rotary_by_kind else (now[0], positions)
+        if torch.compiler.is_compiling():
+            return self.rotary[0](*arguments)
+        known = cache.__dict__.setdefault("qklab_angles", {})
+        found = known.get(kind)
+        if found is None or found[0] is not now[0] or found[1] != positions.shape:
+            found = (now[0], positions.shape, self.rotary[0](*arguments))
+            known[kind] = found
+        return found[2]
+
+    @property
+    def query_norm(self) -> Any:
+        return self.q_norm if self.family.normed else self.normalise and self.normalise.query_gain
+
+    @property
+    def key_norm(self) -> Any:
+        return self.k_norm if self.family.normed else self.normalise and self.normalise.key_gain
+
+    def normalised(self, u: Tensor, norm: Any) -> Tensor:
+        """The family's own norm, or the inserted one with the gain `norm`, over the last axis."""
+        if self.family.normed:
+            return norm(u)
+        return u if self.normalise is None else self.normalise.normalised(u, norm)
+
+
+def lean(k: Tensor, cos: Tensor) -> bool:
+    """Whether nobody needs the rotation's gradient, no compiler fuses its steps and no precisions are mixed."""
+    wanted = torch.is_grad_enabled() and k.requires_grad
+    return not (wanted or torch.compiler.is_compiling()) and k.dtype == cos.dtype
+
+
+def turned(k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """R_j k_j for k [B, G, slots, D] and cos, sin [B, slots, r], the pairs being (k_i, k_{i+r/2}), i < r/2.
+
+    The family's own function, with one tensor of k's size written instead of five: a step of decoding turns the whole
+    cache, and is bound by memory.
+    """
+    half = cos.shape[-1] // 2
+    cos, sin = cos[:, None, :, :half], sin[:, None, :, :half]
+    low, high = k[..., :half], k[..., half : 2 * half]
+    out = torch.empty_like(k)
+    out[..., 2 * half :] = k[..., 2 * half :]
+    torch.mul(low, cos, out=out[..., :half]).addcmul_(high, sin, value=-1)
+    torch.mul(high, cos, out=out[..., half : 2 * half]).addcmul_(low, sin)
+    return out
+
+
+@functools.cache
+def converted_class(family: Family) -> type[ConvertedAttention]:
+    """The family's attention class with our forward."""
+    members = {
+        "family": family,
+        "eager": staticmethod(family.source.eager_attention_forward),
+        "rotate": staticmethod(family.source.apply_rotary_pos_emb) if family.rotated else None,
+    }
+    return type(f"Converted{family.attention}", (ConvertedAttention, family.attention_class), members)

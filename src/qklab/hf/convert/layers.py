@@ -1,0 +1,196 @@
+"""One attention layer after the other: fit, replace, insert, and measure what that did."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from qklab.attention.couple import COUPLINGS
+from qklab.attention.norm import QKNorm
+from qklab.hf.convert.attention import converted_class
+from qklab.hf.convert.calibrate import Seen, Walk, moments_of, relative_change
+from qklab.hf.convert.families import Family, Weights
+from qklab.hf.convert.record import Conversion, LayerReport, attention_spec
+from qklab.hf.convert.solve import Fit, Moments, merge, share
+from qklab.model.initialise import seed_of
+
+
+def block_of(model: nn.Module, name: str) -> nn.Module:
+    """The decoder layer around the attention layer `name`."""
+    return model.get_submodule(name.rpartition(".")[0])
+
+
+def originals(layer: nn.Module, family: Family) -> dict[str, nn.Module]:
+    """Copies of a layer's projections in CPU memory."""
+    return {name: copy.deepcopy(getattr(layer, name)).to("cpu") for name in family.layout.projections}
+
+
+def convert_layers(
+    model: PreTrainedModel, conversion: Conversion, walk: Walk | None, weight: float, seed: int
+) -> tuple[list[LayerReport], Conversion]:
+    family = conversion.of
+    layers = family.layers(model)
+    first = family.layout.read(next(iter(layers.values())), family.width(next(iter(layers.values()))))
+    centre = conversion.share is not None and first.k_bias is not None
+    conversion = conversion.replace(output_bias=centre and first.o_bias is None)
+    heads = conversion.kv_heads or family.kv_heads(model.config)
+    rotary = rotary_of(model)
+    reports: list[LayerReport] = []
+    for index, (name, layer) in enumerate(layers.items()):
+        report = LayerReport(name)
+        seen = None if walk is None else walk.look(index, block_of(model, name), layer)
+        if conversion.overwrites:
+            width = family.width(layer)
+            weights = family.layout.read(layer, width)
+            moments = group_moments(layer, family, weights, heads, seen)
+            fit = fitted(moments, conversion, weights.k.shape[0] // heads, weight, centre)
+            report.keys, report.values = fit.errors(moments)
+            family.layout.write(layer, refitted(weights, fit))
+            if conversion.kv_heads is not None:
+                layer.num_key_value_groups = model.config.num_attention_heads // heads
+        if conversion.structural:
+            insert(name, layer, conversion, heads, rotary, seed)
+        if conversion.norm:
+            set_gains(layer, family, seen)
+        if walk is not None and seen is not None:
+            after = walk.pass_on(index, block_of(model, name), layer)
+            report.output = relative_change(seen.outputs, after.outputs)
+        reports.append(report)
+    if conversion.kv_heads is not None:
+        set_kv_heads(model, family, heads)
+    return reports, conversion
+
+
+def rotary_of(model: nn.Module) -> tuple[nn.Module, ...]:
+    """The module that makes RoPE's angles, if the model has one."""
+    return tuple(module for path, module in model.named_modules() if path.rpartition(".")[2] == "rotary_emb")
+
+
+def insert(
+    name: str, layer: Any, conversion: Conversion, kv_heads: int, rotary: tuple[nn.Module, ...], seed: int
+) -> None:
+    """Make `layer` a converted one, with the coupling and the norm that the conversion asks for."""
+    family = conversion.of
+    width = family.width(layer)
+    spec = attention_spec(conversion, layer.config, kv_heads, width)
+    like = getattr(layer, family.layout.output).weight
+    layer.__class__ = converted_class(family)
+    layer.head_width, layer.rotary = width, rotary
+    layer.couple, layer.normalise = None, None
+    if spec.coupling is not None:
+        couple = COUPLINGS[spec.coupling.kind](spec)
+        for path, module in reversed(list(couple.named_modules())):
+            if callable(reset := getattr(module, "reset", None)):
+                reset(torch.Generator().manual_seed(seed_of(seed, f"{name}.couple.{path}")))
+        layer.couple = couple.to(device=like.device, dtype=like.dtype).train(layer.training)
+    if conversion.norm:
+        layer.normalise = QKNorm(spec).to(device=like.device, dtype=like.dtype).train(layer.training)
+
+
+def reshape(layer: Any, conversion: Conversion) -> None:
+    """Give a layer that is about to be loaded the projections of a converted one."""
+    family = conversion.of
+    weights = family.layout.read(layer, family.width(layer))
+    if conversion.share:
+        weights.v, weights.v_bias = None, None
+    if conversion.output_bias:
+        weights.o_bias = weights.o.new_zeros(weights.o.shape[0])
+    family.layout.write(layer, weights)
+
+
+def group_moments(layer: Any, family: Family, weights: Weights, groups: int, seen: Seen | None) -> Moments:
+    """Moments of y = [keys, values] of each group of heads that become one, from what was seen or from the weights."""
+
+    def grouped(k: Tensor, v: Tensor) -> Tensor:
+        """[rows, G, D] → [rows, N, 2mD]."""
+        return torch.cat([part.unflatten(1, (groups, -1)).flatten(2) for part in (k, v)], -1)
+
+    assert weights.v is not None
+    if seen is None:
+        weight = grouped(weights.k.permute(2, 0, 1), weights.v.permute(2, 0, 1)).permute(1, 2, 0)
+        bias = None
+        if weights.k_bias is not None and weights.v_bias is not None:
+            bias = grouped(weights.k_bias[None], weights.v_bias[None])[0]
+        return Moments.of_weights(weight, bias)
+
+    def projected():
+        for x in seen.inputs:
+            _, k, v = family.layout.project(layer, x[None], family.width(layer))
+            assert v is not None
+            yield grouped(k[0], v[0])
+
+    return moments_of(projected())
+
+
+def fitted(moments: Moments, conversion: Conversion, members: int, weight: float, centre: bool) -> Fit:
+    fit = merge(
+        moments,
+        members,
+        least_squares=conversion.merge == "least-squares",
+        turn_keys=conversion.of.rotated and not conversion.of.normed,
+    )
+    return share(fit, moments, weight=weight, centre=centre) if conversion.share else fit
+
+
+def refitted(old: Weights, fit: Fit) -> Weights:
+    """The weights of a layer after its fit: E_k, E_v on keys and values, Q_jᵀ on queries, V_j and c_j on the output."""
+    assert old.v is not None
+    groups, members = fit.queries.shape[:2]
+
+    def stacked(k: Tensor, v: Tensor) -> Tensor:
+        return torch.cat([part.double().unflatten(0, (groups, -1)).flatten(1, 2) for part in (k, v)], 1)
+
+    def queried(q: Tensor) -> Tensor:
+        apart = q.double().unflatten(0, (groups, members, -1))  # [N, m, R, D, …]
+        return torch.einsum("nmji,nmrj...->nmri...", fit.queries, apart).flatten(0, 2)
+
+    y = stacked(old.k, old.v)  # [N, 2mD, width]
+    o = old.o.double().unflatten(1, (groups, members, -1))  # [width, N, m, R, D]
+    new = Weights(
+        q=queried(old.q),
+        k=fit.key @ y,
+        v=None if fit.value is None else fit.value @ y,
+        o=torch.einsum("wnmrj,nmji->wnmri", o, fit.values).flatten(1, 3),
+        q_bias=None if old.q_bias is None else queried(old.q_bias),
+        o_bias=old.o_bias,
+    )
+    if old.k_bias is not None and old.v_bias is not None:
+        bias = stacked(old.k_bias, old.v_bias)[..., None]
+        new.k_bias = (fit.key @ bias)[..., 0] + fit.key_offset
+        new.v_bias = None if fit.value is None else (fit.value @ bias)[..., 0]
+        if fit.value is None:
+            constant = torch.einsum("wnmrj,nmj->w", o, fit.offsets)
+            new.o_bias = constant if old.o_bias is None else old.o_bias.double() + constant
+    return new
+
+
+def set_gains(layer: Any, family: Family, seen: Seen | None) -> None:
+    """Gains g_i = √(E u_i² / E (u_i/rms(u))²), over tokens and heads: each entry keeps its mean square."""
+    squares: list[list[Tensor]] = [[], []]
+    normed: list[list[Tensor]] = [[], []]
+    if seen is None:
+        weights = family.layout.read(layer, layer.head_width)
+        for side, (weight, bias) in enumerate(((weights.q, weights.q_bias), (weights.k, weights.k_bias))):
+            square = weight.double().square().sum(-1) + (0 if bias is None else bias.double().square())
+            squares[side].append(square)
+            normed[side].append(square / (square.mean(-1, keepdim=True) + layer.normalise.eps))
+    else:
+        for x in seen.inputs:
+            q, k, _ = family.layout.project(layer, x[None], layer.head_width)
+            for side, u in enumerate((q, k)):
+                square = u.double().square().flatten(0, -2)
+                squares[side].append(square)
+                normed[side].append(square / (square.mean(-1, keepdim=True) + layer.normalise.eps))
+    for gain, above, below in zip((layer.normalise.query_gain, layer.normalise.key_gain), squares, normed, strict=True):
+        above, below = torch.cat(above).mean(0), torch.cat(below).mean(0)
+        gain.copy_((above / below.clamp(min=torch.finfo(below.dtype).tiny)).sqrt())
+
+
+def set_kv_heads(model: PreTrainedModel, family: Family, heads: int) -> None:
+    model.config.num_key_value_heads = heads
+    for layer in family.layers(model).values():
+        layer.num_key_value_groups = model.config.num_attention_heads // heads

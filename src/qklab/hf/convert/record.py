@@ -1,0 +1,154 @@
+"""What was done to a model: the conversion as data, and the report that people read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from qklab.attention.spec import AttentionSpec, CouplingSpec
+from qklab.hf.convert.families import FAMILIES, Family
+from qklab.schema import MISSING, Rule, Spec, choice, flag, part, real, text, whole
+
+MERGES = ("least-squares", "mean")
+TRAINABLE = ("coupling", "inserted")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion(Spec):
+    """What a converted model differs in from its family; kept as JSON in `model.config.qklab`.
+
+    Args:
+        family: The model type before the conversion.
+        model: The model's class.
+        coupling: The coupling inserted at identity.
+        share: "k=v" where one tensor is key and value.
+        norm: "qk-norm" where RMSNorm was inserted on queries and keys.
+        norm_eps: Its epsilon.
+        kv_heads: How many key/value heads were left by merging.
+        merge: How they were merged.
+        output_bias: Whether the output projection was given a bias (the constant part of the values).
+    """
+
+    family: str = choice(MISSING, FAMILIES)
+    model: str | None = text(None)
+    coupling: CouplingSpec | None = part(CouplingSpec, None)
+    share: Literal["k=v"] | None = choice(None, ("k=v",))
+    norm: Literal["qk-norm"] | None = choice(None, ("qk-norm",))
+    norm_eps: float = real(1e-6, above=0.0, at_most=1.0)
+    kv_heads: int | None = whole(None)
+    merge: Literal["least-squares", "mean"] | None = choice(None, MERGES)
+    output_bias: bool = flag(False)
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "coupling",
+            lambda c: c.coupling is not None and c.coupling.init != "identity" and c.coupling.kind != "affine",
+            lambda c: "a coupling is inserted where it changes nothing yet",
+            lambda c: {"coupling": c.coupling.replace(init="identity", step_size=1.0)},
+        ),
+        Rule(
+            "norm",
+            lambda c: c.norm is not None and FAMILIES[c.family].normed,
+            lambda c: f"{FAMILIES[c.family].title} already normalises queries and keys",
+            lambda c: {"norm": None},
+        ),
+        Rule(
+            "kv_heads",
+            lambda c: c.kv_heads is not None and not FAMILIES[c.family].grouped,
+            lambda c: f"{FAMILIES[c.family].title} has as many key/value heads as heads and no setting for fewer",
+            lambda c: {"kv_heads": None, "merge": None},
+        ),
+    )
+
+    @property
+    def of(self) -> Family:
+        return FAMILIES[self.family]
+
+    @property
+    def structural(self) -> bool:
+        """Whether a plain model of the family has other parameters than this one."""
+        return bool(self.coupling or self.share or self.norm)
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether weights of the model were replaced."""
+        return bool(self.share or self.kv_heads)
+
+    @property
+    def name(self) -> str:
+        words = [] if self.coupling is None else [self.coupling.name]
+        words += [f"kv_heads={self.kv_heads} ({self.merge})"] * (self.kv_heads is not None)
+        words += ["(Q,K=V)"] * (self.share is not None) + ["qk-norm"] * (self.norm is not None)
+        return " · ".join(words)
+
+
+def attention_spec(conversion: Conversion, config: Any, kv_heads: int, width: int) -> AttentionSpec:
+    """The spec of a layer's coupling and norm; rotation and mixing stay the family's."""
+    return AttentionSpec(
+        width=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=kv_heads,
+        head_width=width,
+        coupling=conversion.coupling,
+        norm="qk" if conversion.norm else "none",
+        norm_eps=conversion.norm_eps,
+        position="none",
+    )
+
+
+def conversion_of(model: Any) -> Conversion | None:
+    """What was done to a model, or None."""
+    record = getattr(model.config, "qklab", None)
+    return None if record is None else Conversion.from_dict(record)
+
+
+@dataclass
+class LayerReport:
+    """Relative errors of one layer, √(E‖new − old‖²/E‖old‖²); None where they were not measured."""
+
+    name: str
+    keys: float | None = None
+    values: float | None = None
+    output: float | None = None
+
+
+@dataclass
+class Report:
+    """What a conversion changed.
+
+    `inserted` counts new parameters of coupling and norm, `trainable` those with gradients; `logits` is the relative
+    change of the logits on the first calibration batch; `cache_share` is what is left of the cache.
+    """
+
+    conversion: Conversion
+    parameters_before: int
+    parameters: int
+    inserted: int
+    trainable: int
+    cache_share: float
+    layers: list[LayerReport] = field(default_factory=list)
+    logits: float | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def inserted_share(self) -> float:
+        """New parameters as a share of the model before."""
+        return self.inserted / max(1, self.parameters_before)
+
+    def __str__(self) -> str:
+        lines = [f"{self.conversion.of.title} → {self.conversion.name}, {len(self.layers)} layers"]
+        lines.append(f"parameters  {self.parameters_before:,} → {self.parameters:,}")
+        lines.append(f"inserted    {self.inserted:,} ({100 * self.inserted_share:.3g} %)")
+        lines.append(f"trainable   {self.trainable:,}")
+        lines.append(f"cache       {100 * self.cache_share:.4g} % of before")
+        if self.logits is not None:
+            lines.append(f"logits      moved by {100 * self.logits:.3g} % (root mean square, first calibration batch)")
+        columns = [name for name in ("keys", "values", "output") if getattr(self.layers[0], name) is not None]
+        if columns:
+            names = [layer.name for layer in self.layers]
+            first = max(map(len, ["relative error of", *names]))
+            lines.append("relative error of".ljust(first) + "".join(name.rjust(10) for name in columns))
+            for layer in self.layers:
+                figures = [100 * getattr(layer, name) for name in columns]
+                lines.append(layer.name.ljust(first) + "".join(f"{figure:8.3g} %" for figure in figures))
+        return "\n".join([*lines, *self.notes])

@@ -1,0 +1,300 @@
+"""Scores of a model on the tasks of lm-evaluation-harness, through its own Transformers model class."""
+
+import contextlib
+import hashlib
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+
+from qklab.hf.local_tasks import PREFIX, TASKS, local_task
+from qklab.hf.scores import asked, rows
+from qklab.runs.directory import RunDirectory
+from qklab.runs.environment import commit, environment, installed
+from qklab.schema import suggestion
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+FORMAT = 1
+RESAMPLINGS = 1000  # for standard errors that have no formula, such as perplexity's
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+NEEDED = ("lm_eval", "transformers", "accelerate", "datasets")
+
+
+def required() -> None:
+    """One sentence where the harness, or what its model class needs, is missing."""
+    from importlib.util import find_spec
+
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise ValueError(f"evaluation needs {', '.join(missing)}, which is not installed: pip install 'qklab[eval]'.")
+
+
+def load(
+    folder: Path, which: Literal["newest", "best"] = "newest", device: str = "cpu"
+) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase", dict[str, Any]]:
+    """The model and tokenizer of a run directory or of a Transformers folder, and what is to be told about it."""
+    refuse_other(folder)
+    if (folder / "run.json").exists():
+        from qklab.hf.export import to_transformers
+
+        record = RunDirectory(folder).read()
+        model, tokenizer = to_transformers(folder, which)
+        told = {"run": record["id"], "which": which, "fingerprint": record.get("fingerprint")}
+    else:
+        model, tokenizer = from_folder(folder)
+        told = {"fingerprint": hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()}
+    told = {"folder": str(folder), **told, "weights": weights_hash(model)}
+    model = model.to(device).eval()  # pyright: ignore[reportArgumentType]
+    return model, tokenizer, told
+
+
+def weights_hash(model: torch.nn.Module) -> str:
+    """SHA-256 of all weights in the order of their names, so that a run and its export have the same."""
+    told = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        told.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        told.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return told.hexdigest()
+
+
+def refuse_other(folder: Path) -> None:
+    if not (folder / "run.json").exists() and not (folder / "config.json").exists():
+        raise ValueError(
+            f"{folder} is neither a run directory (it has no run.json) nor a Transformers model (no config.json)."
+        )
+
+
+def from_folder(folder: Path) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
+    """A Transformers folder, ours or another's, from safetensors and JSON alone."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    def first_line(error: Exception) -> str:
+        return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True, use_safetensors=True)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ValueError(f"{folder} holds no causal language model that can be loaded: {first_line(error)}.") from None
+    if not any((folder / name).exists() for name in TOKENIZERS):
+        raise ValueError(f"{folder} has no tokenizer; put one beside the model with tokenizer.save_pretrained.")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{folder} has no tokenizer that can be loaded: {first_line(error)}.") from None
+    return model, tokenizer
+
+
+class Found(NamedTuple):
+    """Tasks and groups of the harness, its task manager, and the hashes of local files."""
+
+    tasks: list[Any]
+    manager: Any
+    hashes: dict[str, dict[str, str]]
+
+
+def found_tasks(names: Sequence[str], data: Path | None, fewshot: int | None) -> Found:
+    """What these names stand for."""
+    from lm_eval.tasks import TaskManager
+
+    if not names:
+        raise ValueError(f"say with --tasks what to score on: tasks of the harness, or {PREFIX}lambada with --data.")
+    repeated = next((name for name in names if list(names).count(name) > 1), None)
+    if repeated:
+        raise ValueError(f"the task {repeated} was asked for more than once.")
+    tasks: list[Any] = []
+    hashes: dict[str, dict[str, str]] = {}
+    local = [name for name in names if name.startswith(PREFIX)]
+    for name in local:
+        task, hashes[name] = local_task(name.removeprefix(PREFIX), data)
+        tasks.append(task)
+    manager = TaskManager(include_defaults=len(local) < len(names))
+    for name in names:
+        if name not in local:
+            tasks += own_tasks(manager, name)
+    refuse_fewshot(tasks, fewshot)
+    return Found(tasks, manager, hashes)
+
+
+def own_tasks(manager: Any, name: str) -> list[Any]:
+    """What the harness itself knows by `name`; it downloads the data."""
+    here = f"; {PREFIX}{name} reads local files instead" if name in TASKS else ""
+    if name not in manager.all_tasks:
+        known = [*manager.all_tasks, *(PREFIX + task for task in TASKS)]
+        raise ValueError(
+            f"there is no task {name!r}{suggestion(name, known)}; lm-eval ls tasks lists the harness's{here}."
+        )
+    try:
+        loaded = manager.load([name])
+    except OSError as error:  # every failure to reach the hub is one
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise ValueError(f"the data of {name} could not be downloaded: {reason}{here}.") from None
+    return [loaded["groups"][name]] if name in loaded["groups"] else list(loaded["tasks"].values())
+
+
+def scorer(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", batch_size: int) -> Any:
+    """The harness's model around ours; it counts the texts whose beginning did not fit."""
+    from lm_eval.models import huggingface
+
+    harness: Any = huggingface.HFLM
+
+    class Scorer(harness):
+        cut = 0
+
+        def _loglikelihood_tokens(self, requests: Any, *arguments: Any, **options: Any) -> Any:
+            known = self.model.get_input_embeddings().num_embeddings
+            for _, context_ids, ids in requests:
+                if not 0 < len(ids) <= self.max_length:
+                    raise ValueError(
+                        f"an answer must have between 1 and the model's {self.max_length} tokens, but one has "
+                        f"{len(ids)}: {self.tok_decode(ids[:20])!r}…"
+                    )
+                largest = max(*context_ids, *ids)
+                if largest >= known:
+                    raise ValueError(
+                        f"the tokenizer gives the number {largest}, but the model knows {known} tokens; they do not "
+                        "belong together."
+                    )
+                self.cut += len(context_ids) + len(ids) > self.max_length + 1
+            return super()._loglikelihood_tokens(requests, *arguments, **options)
+
+    return Scorer(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """The harness's progress and errors on stderr, without its advice."""
+    names = ("lm_eval", "huggingface_hub", "datasets")
+    levels = {name: logging.getLogger(name).level for name in names}
+    before = os.environ.get("DISABLE_MULTIPROC")
+    try:
+        for name in names:
+            logging.getLogger(name).setLevel(logging.ERROR)
+        os.environ["DISABLE_MULTIPROC"] = "1"  # one lot of resamplings: a pool of processes would gain nothing
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+        os.environ.pop("DISABLE_MULTIPROC") if before is None else os.environ.update(DISABLE_MULTIPROC=before)
+
+
+def refuse_fewshot(tasks: Sequence[Any], fewshot: int | None) -> None:
+    from lm_eval.api.group import Group
+
+    leaves = [leaf for task in tasks for leaf in (task.get_all_tasks() if isinstance(task, Group) else [task])]
+    for task in leaves:
+        if fewshot and task.get_config("num_fewshot") == 0:
+            raise ValueError(f"{task.task_name} is defined without examples; leave --fewshot out.")
+        most = len(task.eval_docs) - 1
+        if fewshot and task.task_name.startswith(PREFIX) and fewshot > most:
+            raise ValueError(
+                f"{task.task_name} has {most + 1} questions, so at most {most} examples; {fewshot} came with --fewshot."
+            )
+
+
+def evaluate(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    tasks: Sequence[str],
+    *,
+    data: Path | None = None,
+    limit: int | None = None,
+    batch_size: int = 8,
+    fewshot: int | None = None,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Scores on `tasks`: {"rows": one per task and metric, "tasks": how they were asked, "cut", "context"}.
+
+    A row has task, metric, value, stderr (None where the harness has none), n and higher_is_better; members of a group
+    name it under "group". `cut` counts the texts that were longer than the model's `context` tokens.
+    """
+    required()
+    check(limit, batch_size, fewshot)
+    with quiet():
+        return scored(model, tokenizer, found_tasks(tasks, data, fewshot), limit, batch_size, fewshot, seed)
+
+
+def evaluate_folder(
+    folder: Path,
+    tasks: Sequence[str],
+    *,
+    which: Literal["newest", "best"] = "newest",
+    device: str = "auto",
+    data: Path | None = None,
+    limit: int | None = None,
+    batch_size: int = 8,
+    fewshot: int | None = None,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """`evaluate` for a run directory or a Transformers folder, with commit, machine, versions and settings."""
+    required()
+    check(limit, batch_size, fewshot)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device is cuda, but torch sees no CUDA device; leave it out or use cpu.")
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    refuse_other(folder)
+    with quiet():
+        found = found_tasks(tasks, data, fewshot)
+        model, tokenizer, told = load(folder, which, device)
+        scores = scored(model, tokenizer, found, limit, batch_size, fewshot, seed)
+    packages = {name: installed(name) for name in ("lm_eval", "datasets", "accelerate")}
+    machine = environment({"type": device} | ({"name": torch.cuda.get_device_name()} if device == "cuda" else {}))
+    return {
+        "format": FORMAT,
+        "date": date.today().isoformat(),
+        "commit": commit(),
+        "environment": machine | {"packages": machine["packages"] | packages},
+        "model": told | {"dtype": str(model.dtype).removeprefix("torch."), "parameters": model.num_parameters()},
+        "settings": {
+            "tasks": list(tasks),
+            "data": None if data is None else str(data),
+            "limit": limit,
+            "batch_size": batch_size,
+            "fewshot": fewshot,
+            "seed": seed,
+        },
+        **scores,
+    }
+
+
+def check(limit: int | None, batch_size: int, fewshot: int | None) -> None:
+    for name, value, least in (("limit", limit, 1), ("batch_size", batch_size, 1), ("fewshot", fewshot, 0)):
+        if value is not None and value < least:
+            raise ValueError(f"{name} must be at least {least}, but {value} came.")
+
+
+def scored(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    found: Found,
+    limit: int | None,
+    batch_size: int,
+    fewshot: int | None,
+    seed: int,
+) -> dict[str, Any]:
+    """What the harness says."""
+    import lm_eval
+
+    lm = scorer(model, tokenizer, batch_size)
+    harness: Any = lm_eval.simple_evaluate
+    results = harness(
+        model=lm,
+        tasks=found.tasks,
+        num_fewshot=fewshot,
+        batch_size=batch_size,
+        limit=limit,
+        bootstrap_iters=RESAMPLINGS,
+        task_manager=found.manager,
+        random_seed=seed,
+        numpy_random_seed=seed,
+        torch_random_seed=seed,
+        fewshot_random_seed=seed,
+    )
+    return {"rows": rows(results), "tasks": asked(results, found.hashes), "cut": lm.cut, "context": lm.max_length}

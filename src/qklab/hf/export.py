@@ -1,0 +1,178 @@
+"""A run as a folder that Transformers loads: configuration, weights, tokenizer and a model card."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from qklab.data.encoder import byte_level
+from qklab.data.tokenizer import Tokenizer, byte_of_character
+from qklab.hf.config import QKLabConfig
+from qklab.hf.model import QKLabForCausalLM
+from qklab.model.decoder import Decoder
+from qklab.runs.directory import RunDirectory, RunError
+from qklab.runs.files import reason
+from qklab.train.checkpoint import Checkpoints, Found
+from qklab.train.spec import RunSpec
+
+Which = Literal["newest", "best"]
+END_OF_TEXT = "<|endoftext|>"
+
+
+def export(run: Path | str, folder: Path | str, which: Which = "newest") -> Path:
+    """Write the model of a run's newest or best checkpoint into `folder`, which must be new or empty.
+
+    It is written aside and renamed, so that what is there is whole. Logits of the export are the run's, bit for bit.
+    """
+    out, aside = Path(folder), Path(folder).with_name(f".{Path(folder).name}.tmp")
+    refuse_occupied(out)
+    directory, spec, found = opened(run, which)
+    model, tokenizer = built(directory, spec, found)
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        model.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+        (aside / "README.md").write_text(card(directory, spec, found, which), encoding="utf-8")
+        os.replace(aside, out)
+    except OSError as error:
+        raise RunError(f"the export to {out} could not be written: {reason(error)}; choose another folder.") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return out
+
+
+def to_transformers(run: Path | str, which: Which = "newest") -> tuple[QKLabForCausalLM, PreTrainedTokenizerFast]:
+    """The model of a run's newest or best checkpoint, in evaluation mode, and its tokenizer, as Transformers' own."""
+    return built(*opened(run, which))
+
+
+def opened(run: Path | str, which: Which) -> tuple[RunDirectory, RunSpec, Found]:
+    if which not in ("newest", "best"):
+        raise ValueError(f"which checkpoint must be 'newest' or 'best', but {which!r} came.")
+    directory = RunDirectory(run)
+    record = directory.read()
+    checkpoints = Checkpoints(directory.checkpoints_path, run=record["id"])
+    found = checkpoints.newest() if which == "newest" else checkpoints.best()
+    if found is None:
+        raise RunError(f"{directory.path} has no {'best ' * (which == 'best')}checkpoint yet.")
+    return directory, RunSpec.from_dict(record["spec"]), found
+
+
+def built(directory: RunDirectory, spec: RunSpec, found: Found) -> tuple[QKLabForCausalLM, PreTrainedTokenizerFast]:
+    tokenizer = Tokenizer.load(directory.path / "tokenizer.json")
+    end = tokenizer.eot
+    config = QKLabConfig(spec=spec.model, bos_token_id=end, eos_token_id=end, pad_token_id=end)
+    weights = {name.removeprefix("model."): tensor for name, tensor in found.tensors("model.").items()}
+    model = with_weights(config, weights)
+    return model, fast_tokenizer(tokenizer, spec.model.context)
+
+
+def from_decoder(decoder: Decoder, **config: Any) -> QKLabForCausalLM:
+    """A decoder as a Transformers model that shares its weights; `config` are further fields, e.g. eos_token_id."""
+    weights = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
+    return with_weights(QKLabConfig(spec=decoder.spec, **config), weights)
+
+
+def with_weights(config: QKLabConfig, weights: dict[str, torch.Tensor]) -> QKLabForCausalLM:
+    """The model of `config` with a decoder's weights, each by the decoder's own name."""
+    with torch.device("meta"):
+        model = QKLabForCausalLM(config)
+    named = {"lm_head.weight" if name == "head.weight" else f"model.{name}": value for name, value in weights.items()}
+    if config.tie_word_embeddings:
+        named["lm_head.weight"] = named["model.embed.weight"]
+    model.load_state_dict(named, assign=True)
+    model.tie_weights()
+    return model.eval()
+
+
+def fast_tokenizer(tokenizer: Tokenizer, context: int) -> PreTrainedTokenizerFast:
+    """The tokenizer as Transformers' own. It puts end-of-text before a text, as training did; that token written out
+    in a text is text."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+    from tokenizers import Tokenizer as Plain
+
+    if tokenizer.definition["kind"] == "bytes":
+        numbers = byte_of_character()
+        plain = Plain(models.BPE(vocab={**numbers, END_OF_TEXT: tokenizer.eot}, merges=[]))
+        plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    else:
+        plain = byte_level(tokenizer.definition)
+    plain.decoder = decoders.ByteLevel()
+    end = tokenizer.definition.get("tokens", [END_OF_TEXT])[-1]
+    plain.add_special_tokens([AddedToken(end, special=True, normalized=False)])
+    plain.post_processor = processors.TemplateProcessing(
+        single=[end, "$A"], pair=[end, "$A", end, "$B"], special_tokens=[(end, tokenizer.eot)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=plain,
+        bos_token=end,
+        eos_token=end,
+        pad_token=end,
+        padding_side="left",
+        model_max_length=context,
+        split_special_tokens=True,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def refuse_occupied(folder: Path) -> None:
+    if folder.is_file():
+        raise RunError(f"the export goes into a folder, but {folder} is a file.")
+    if folder.exists() and any(folder.iterdir()):
+        raise RunError(f"{folder} is not empty; choose a new folder for the export, or empty it first.")
+
+
+def card(directory: RunDirectory, spec: RunSpec, found: Found, which: Which) -> str:
+    """README.md: what the model is, where it comes from, and how to load it."""
+    record, summary = directory.read(), directory.summary()
+    corpus = record["spec"]["corpus"]
+    facts = {
+        "Model": spec.model.name,
+        "Parameters": f"{spec.model.parameters():,}",
+        "Cache": f"{spec.model.cache_bytes(1):,} bytes per token in bfloat16",
+        "Context": f"{spec.model.context:,} tokens",
+        "Corpus": f"{Path(corpus['source']).name}, SHA-256 {record['data']['hash']}",
+        "Tokenizer": f"{corpus['tokenizer']}, SHA-256 {record['data']['tokenizer']}",
+        "Checkpoint": f"{which}, step {found.step:,}",
+        "Tokens seen": f"{found.step * spec.tokens_per_step:,}",
+        "Last validation loss": shown_loss(found.state.get("validation_loss")),
+        "Run": f"{record['id']}, settings {record['fingerprint'][:16]}, seed {spec.seed}",
+        "Code": f"qklab at commit {record['commit'] or 'unknown'}",
+        "Trained with": ", ".join(f"{name} {version}" for name, version in record["environment"]["packages"].items()),
+    }
+    if summary is not None:
+        for split, result in summary["evaluation"].items():
+            facts[f"Loss on all of {split} when the run ended"] = shown_loss(result["loss"])
+    rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [qklab]
+---
+# {spec.model.name}
+
+| | |
+|---|---|
+{rows}
+
+```python
+import qklab.hf  # makes the model known to Transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(".")
+tokenizer = AutoTokenizer.from_pretrained(".")
+text = tokenizer("Once", return_tensors="pt")
+print(tokenizer.decode(model.generate(**text, max_new_tokens=40)[0]))
+```
+
+The tokenizer puts {END_OF_TEXT}, which began every text of training, before each text; leave it out with
+`add_special_tokens=False`.
+"""
+
+
+def shown_loss(loss: float | None) -> str:
+    return "not measured" if loss is None else f"{loss:.4f} nats per token"

@@ -1,0 +1,371 @@
+"""qklab's decoder as Transformers models: the decoder's own modules, Transformers' way in and out."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import Cache, GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    SequenceClassifierOutputWithPast,
+)
+from transformers.utils.generic import can_return_tuple
+
+from qklab.attention.mix import LatentSoftmax
+from qklab.attention.places import Places, locate
+from qklab.attention.rotate import LearnedPositions
+from qklab.hf.cache import QKLabCacheLayer, new_layers, own_layers
+from qklab.hf.config import QUANTISED, QKLabConfig
+from qklab.hf.padding import check_mask, check_positions, ends_in_padding, leading, note_padding, packed
+from qklab.model.decoder import Block, new_norm
+from qklab.model.initialise import initialise
+
+
+class QKLabPreTrainedModel(PreTrainedModel):
+    """What the models below share: loading, initialisation, which attention implementations there are."""
+
+    config_class = QKLabConfig
+    config: QKLabConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _input_embed_layer = "embed"
+    _no_split_modules = ["Block"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _supports_sdpa = True
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("quantization_config") is not None:
+            raise ValueError(QUANTISED)
+        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+
+    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
+        """ "sdpa", torch's choice of kernels, or "eager", its plain one."""
+        del is_init_check
+        if requested_attention not in (None, "sdpa", "eager"):
+            raise ValueError(
+                f"attn_implementation={requested_attention!r} does not exist for qklab models, whose attention is "
+                "their own; leave it out, or choose 'sdpa' or 'eager'."
+            )
+        return requested_attention or "sdpa"
+
+    def _init_weights(self, module: nn.Module) -> None:
+        initialise(module, int(torch.randint(2**62, (), device="cpu")))
+
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """Draw what no checkpoint brought, as the table in `qklab.model.initialise` says."""
+        every = [
+            (module, name)
+            for module in self.modules()
+            for name, value in module._parameters.items()
+            if value is not None
+        ]
+        brought = [(module, name) for module, name in every if is_initialised(module, name)]
+        if len(brought) == len(every):
+            return
+        kept = [cast(nn.Parameter, module._parameters[name]) for module, name in brought]
+        for (module, name), value in zip(brought, kept, strict=True):
+            module._parameters[name] = nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=False)
+        self._init_weights(self)
+        for (module, name), value in zip(brought, kept, strict=True):
+            module._parameters[name] = value
+        for module in self.modules():
+            setattr(module, INITIALISED, True)
+
+    @staticmethod
+    def create_masks_for_generate(
+        config: QKLabConfig, attention_mask: Tensor | None = None, past_key_values: Cache | None = None, **_: Any
+    ) -> Tensor | None:
+        """`generate` asks for a mask of fixed size before each step over a static cache. There the cache itself knows
+        the padding, which is checked and noted here, outside the compiled graph."""
+        held = [] if past_key_values is None else past_key_values.layers
+        layers = [layer for layer in held if isinstance(layer, QKLabCacheLayer)]
+        if not layers:
+            layers = own_layers(past_key_values, config.decoder_spec.attention, config.decoder_spec.layers)
+        if attention_mask is None or not layers[0].started:
+            return attention_mask
+        check_mask(attention_mask, *attention_mask.shape)
+        note_padding(layers, attention_mask)
+        return None
+
+
+class QKLabModel(QKLabPreTrainedModel):
+    """ids [B, T] → what the output matrix sees [B, T, width]: `qklab.Decoder` without its head."""
+
+    def __init__(self, config: QKLabConfig):
+        super().__init__(config)
+        spec = config.decoder_spec
+        self.spec = spec
+        self.embed = nn.Embedding(spec.vocab, spec.width)
+        learned = spec.attention.position == "learned"
+        self.positions = LearnedPositions(spec.context, spec.width) if learned else None
+        self.dropout = nn.Dropout(spec.dropout) if spec.dropout else nn.Identity()
+        self.blocks = nn.ModuleList(Block(spec, layer) for layer in range(spec.layers))
+        self.norm = new_norm(spec)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """ids or embeddings [B, T(, width)] that follow what `past_key_values` holds → hidden states [B, T, width].
+
+        `attention_mask` [B, S], 1 for text, says which of all S tokens so far are padding: on the left, or without
+        a cache on the right. `position_ids` may restart from 0 within a row, which packs several texts into it. Without
+        `use_cache` a cache is made in evaluation and none in training.
+        """
+        del kwargs
+        if output_attentions or self.config.output_attentions:
+            raise ValueError(
+                "qklab models do not return attention weights through output_attentions, since their attention never "
+                "forms them; see qklab.model.diagnose, or `qklab inspect`, for maps of a decoder."
+            )
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError(
+                "give one of input_ids and inputs_embeds, but " + ("none" if input_ids is None else "both") + " came."
+            )
+        x = self.embed(input_ids.long()) if input_ids is not None else cast(Tensor, inputs_embeds)
+        layers, past, places = self.begin(x, attention_mask, position_ids, past_key_values, use_cache)
+        if self.positions is not None:
+            x = x + self.positions(places)
+        x = self.dropout(x)
+        if torch.is_autocast_enabled(x.device.type) and x.dtype == torch.float32:
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        states = [x] if wanted else []
+        checkpointed = self.gradient_checkpointing and self.training
+        eager = self.config._attn_implementation == "eager"
+        with sdpa_kernel(SDPBackend.MATH) if eager else contextlib.nullcontext():
+            for block, layer in zip(self.blocks, layers or [None] * len(self.blocks), strict=True):
+                if checkpointed:
+                    x = self._gradient_checkpointing_func(block, x, places, None)
+                else:
+                    x = block(x, places, layer)
+                if wanted:
+                    states.append(x)
+        x = self.norm(x)
+        if wanted:
+            states[-1] = x
+        return BaseModelOutputWithPast(
+            last_hidden_state=cast(Any, x),
+            past_key_values=past,
+            hidden_states=cast(Any, tuple(states)) if wanted else None,
+        )
+
+    def begin(
+        self, x: Tensor, mask: Tensor | None, positions: Tensor | None, past: Cache | None, use_cache: bool | None
+    ) -> tuple[list[QKLabCacheLayer] | None, Cache | None, Places]:
+        """The layers of the cache, the cache itself, and where the tokens x [B, T, width] stand."""
+        spec, (batch, tokens) = self.spec, x.shape[:2]
+        layers = None if past is None else own_layers(past, spec.attention, spec.layers)
+        if layers is not None and layers[0].started:
+            self.continues(layers, x, mask, positions)
+            self.check_cache()
+            return layers, past, locate(spec.attention, x, None, layers[0].cache)
+        self.check_room(tokens)
+        if mask is not None and not torch.compiler.is_compiling():
+            check_mask(mask, batch, tokens)
+            mask = None if bool((mask != 0).all()) else mask
+        segments = None if mask is None else (mask != 0).long()
+        if positions is not None and not (torch.compiler.is_compiling() and (mask is not None or layers is not None)):
+            texts = packed(positions, mask, batch, tokens)
+            if texts is not None and (layers is not None or use_cache):
+                raise ValueError(
+                    "position_ids restart within a row, which packs several texts into it, but nothing can follow "
+                    "these in a cache; leave the cache out, or give the texts as separate rows."
+                )
+            segments, use_cache = (segments, use_cache) if texts is None else (texts, False)
+        if layers is None and self.makes_cache(use_cache):
+            layers = new_layers(spec.attention, spec.layers, None)
+            past = Cache(layers=layers)
+        if layers is not None:
+            self.check_cache()
+            ends = mask is not None and not torch.compiler.is_compiling() and ends_in_padding(mask)
+            for layer in layers:
+                layer.pad(None if mask is None else leading(mask))
+                layer.right_padded = ends
+        return layers, past, locate(spec.attention, x, segments, None)
+
+    def continues(
+        self, layers: list[QKLabCacheLayer], x: Tensor, mask: Tensor | None, positions: Tensor | None
+    ) -> None:
+        """Raise where mask [B, S] or positions [B, T] do not continue what the cache holds."""
+        if torch.compiler.is_compiling():
+            return
+        first, batch, tokens = layers[0], *x.shape[:2]
+        if first.right_padded:
+            raise ValueError(
+                "the rows in this cache are padded on the right, so nothing can follow them; pad on the left "
+                "(tokenizer.padding_side = 'left')."
+            )
+        before, room = int(first.get_seq_length()), first.get_max_length()
+        if 0 <= room < before + tokens:
+            raise ValueError(
+                f"this static cache has room for {room} tokens and holds {before}, but {tokens} more came; "
+                f"make it with max_cache_len={before + tokens} or more."
+            )
+        self.check_room(before + tokens)
+        if mask is not None:
+            check_mask(mask, batch, before + tokens)
+            note_padding(layers, mask)
+        if positions is not None:
+            check_positions(positions, before, first.left_padding)
+
+    def makes_cache(self, use_cache: bool | None) -> bool:
+        """Whether to make one where none came: in evaluation unless told otherwise, never where layers run twice."""
+        if self.training and self.gradient_checkpointing:
+            return False
+        if use_cache is None:
+            return self.config.use_cache and self.spec.attention.causal and not self.training
+        return use_cache
+
+    def check_cache(self) -> None:
+        """Raise where this model cannot fill a cache or decode from it."""
+        if self.training and self.gradient_checkpointing:
+            raise ValueError("gradient checkpointing runs each layer twice and so cannot fill a cache; leave it out.")
+        if not self.spec.attention.causal:
+            raise ValueError("only a causal model can use a cache, but this one was built with causal=False.")
+        mix = cast(Block, self.blocks[0]).attention.mix
+        if isinstance(mix, LatentSoftmax) and not all(type(up) is nn.Linear for up in (mix.up_key, mix.up_value)):
+            raise ValueError(
+                "decoding from a latent reads the weights of up_key and up_value themselves, but an adapter lies on "
+                "them; merge it first, or train one on config.lora_targets."
+            )
+
+    def check_room(self, tokens: int) -> None:
+        if self.positions is not None and tokens > self.spec.context:
+            raise ValueError(
+                f"this model has learned positions for {self.spec.context} tokens, but {tokens} came; shorten the text."
+            )
+
+
+class QKLabForCausalLM(QKLabPreTrainedModel, GenerationMixin):
+    """ids [B, T] → logits [B, T, vocab] for the token after each."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed.weight"}  # noqa: RUF012
+
+    def __init__(self, config: QKLabConfig):
+        super().__init__(config)
+        if not config.decoder_spec.attention.causal:
+            raise ValueError(
+                "a language model is causal, but the spec says causal=False; use QKLabForSequenceClassification, or "
+                "QKLabModel for the hidden states."
+            )
+        self.model = QKLabModel(config)
+        self.lm_head = nn.Linear(config.decoder_spec.width, config.decoder_spec.vocab, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Inputs as in `QKLabModel`. `labels` [B, T] are the ids themselves, −100 where no loss is wanted, and are
+        shifted here; `logits_to_keep` asks for the last so many logits (0: all), or for those of some positions."""
+        found = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(found.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=found.past_key_values, hidden_states=found.hidden_states
+        )
+
+
+class QKLabForSequenceClassification(QKLabPreTrainedModel):
+    """ids [B, T] → logits [B, labels], read off each row's last token of text."""
+
+    def __init__(self, config: QKLabConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.model = QKLabModel(config)
+        self.score = nn.Linear(config.decoder_spec.width, cast(int, config.num_labels), bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutputWithPast:
+        """Inputs as in `QKLabModel`; `labels` [B], or [B, labels] for several at once or for regression."""
+        found = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        x = found.last_hidden_state
+        last = self.last_of_text(input_ids, attention_mask, x.shape[0], x.shape[1]).to(x.device)
+        logits = self.score(x[torch.arange(x.shape[0], device=x.device), last])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
+        return SequenceClassifierOutputWithPast(
+            loss=loss, logits=logits, past_key_values=found.past_key_values, hidden_states=found.hidden_states
+        )
+
+    def last_of_text(self, ids: Tensor | None, mask: Tensor | None, batch: int, tokens: int) -> Tensor:
+        """Where each row's last token of text stands [B]: by the mask, else by the padding token."""
+        if mask is not None:
+            text = mask[:, -tokens:] != 0
+        elif ids is not None and self.config.pad_token_id is not None:
+            text = ids != self.config.pad_token_id
+        elif batch == 1:
+            return torch.tensor([tokens - 1])
+        else:
+            raise ValueError(
+                f"{batch} rows came without an attention_mask, and the config has no pad_token_id that would tell "
+                "text from padding; give one of the two."
+            )
+        slots = torch.arange(tokens, device=text.device)
+        return torch.where(text, slots, 0).amax(-1)
+
+
+INITIALISED = "_is_hf_initialized"  # Transformers' mark on what is loaded or drawn
+
+
+def is_initialised(module: nn.Module, name: str) -> bool:
+    return any(getattr(each, INITIALISED, False) for each in (module, module._parameters[name]))

@@ -1,0 +1,917 @@
+"""Conversion of Transformers models in place: nothing moves where nothing should, and what is fitted fits."""
+
+import copy
+import itertools
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    Cache,
+    DynamicCache,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    StaticCache,
+    Trainer,
+    TrainingArguments,
+)
+
+from qklab import CouplingSpec
+from qklab.attention.couple import COUPLINGS
+from qklab.hf.convert import (
+    FAMILIES,
+    Report,
+    cache_bytes,
+    conversion_of,
+    convert,
+    load,
+    load_adapter,
+    revert,
+    save_adapter,
+)
+from qklab.hf.convert.cache import Shared
+
+WINDOW = 6
+TOKENS = 11  # more than the window
+IDS = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+SHAPE: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    **IDS,
+}
+MIXED = ["sliding_attention", "full_attention"]
+GEMMA: dict[str, Any] = {**SHAPE, "sliding_window": WINDOW, "query_pre_attn_scalar": 8, "layer_types": MIXED}
+UNGROUPED: dict[str, Any] = {n: v for n, v in SHAPE.items() if n not in ("num_key_value_heads", "head_dim")}
+GPT2_SHAPE: dict[str, Any] = {
+    "vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.2, **IDS,
+}  # fmt: skip
+
+
+def configuration(family: str) -> Any:
+    match family:
+        case "llama":
+            return LlamaConfig(**SHAPE)
+        case "mistral":
+            return MistralConfig(**SHAPE, sliding_window=WINDOW)
+        case "qwen2":
+            shape = {n: v for n, v in SHAPE.items() if n != "head_dim"}
+            return Qwen2Config(**shape, use_sliding_window=True, sliding_window=WINDOW, layer_types=MIXED)
+        case "qwen3":
+            return Qwen3Config(**SHAPE)
+        case "gpt2":
+            return GPT2Config(**GPT2_SHAPE)
+        case "gpt_neox":
+            rope = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+            return GPTNeoXConfig(**UNGROUPED, rope_parameters=rope)
+        case "gemma2":
+            return Gemma2Config(**GEMMA)
+        case "gemma3_text":
+            return Gemma3TextConfig(**GEMMA)
+    raise AssertionError(family)
+
+
+def tiny(family: str, **changes: Any) -> Any:
+    """A random model with biases and gains that are not at their defaults."""
+    torch.manual_seed(0)
+    config = configuration(family)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager" if family == "gemma2" else "sdpa")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or "norm" in name or ".ln_" in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def ids(rows: int = 2, tokens: int = TOKENS, seed: int = 1) -> Tensor:
+    return torch.randint(3, 61, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def logits(model: Any, tokens: Tensor, **kwargs: Any) -> Tensor:
+    return model(tokens, **kwargs).logits
+
+
+def near(got: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def shake(model: PreTrainedModel, size: float = 0.2) -> None:
+    """Move the coupling away from the identity."""
+    torch.manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if ".couple." in name:
+            parameter.add_(size * torch.randn_like(parameter))
+
+
+@contextmanager
+def without_onednn() -> Iterator[None]:
+    """Some virtual machines announce bf16 instructions that they then refuse; torch's own kernels do not use them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.backends.mkldnn.flags(enabled=False):
+            yield
+
+
+family = pytest.mark.parametrize("family", FAMILIES)
+
+
+# Coupling: nothing moves
+
+
+@family
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_a_coupling_starts_as_nothing(family: str, dtype: torch.dtype) -> None:
+    """Every kind, bit for bit, with and without a cache; and revert leaves the model as it was."""
+    with without_onednn():
+        model = tiny(family).to(dtype)
+        names = list(model.state_dict())
+        attention = type(next(iter(FAMILIES[family].layers(model).values())))
+        before = logits(model, ids())
+        for kind in COUPLINGS:
+            sharing = "per-head" if kind in ("leapfrog", "affine") else "per-layer"
+            report = convert(model, coupling=CouplingSpec(kind=kind, init="identity", force_sharing=sharing))  # pyright: ignore[reportArgumentType]
+            assert torch.equal(logits(model, ids()), before), kind
+            assert torch.equal(logits(model, ids(), use_cache=False), before), kind
+            new = [name for name in model.state_dict() if name not in names]
+            assert new, kind
+            assert all(".couple." in name for name in new)
+            assert all(model.state_dict()[name].dtype == dtype for name in new)
+            assert report.inserted == sum(model.get_parameter(name).numel() for name in new)
+            shake(model)
+            assert not torch.allclose(logits(model, ids()), before, atol=1e-3), kind
+            revert(model)
+            assert torch.equal(logits(model, ids()), before)
+            assert list(model.state_dict()) == names
+            assert all(type(layer) is attention for layer in FAMILIES[family].layers(model).values())
+            assert conversion_of(model) is None
+
+
+@family
+def test_dropout_stays(family: str) -> None:
+    dropout = {"attn_pdrop": 0.5, "resid_pdrop": 0.5} if family == "gpt2" else {"attention_dropout": 0.5}
+    model = tiny(family, **dropout).train()
+    torch.manual_seed(0)
+    before = logits(model, ids())
+    assert not torch.equal(logits(model, ids()), before)
+    convert(model, coupling="leapfrog")
+    assert all(module.training for module in model.modules())
+    torch.manual_seed(0)
+    assert torch.equal(logits(model, ids()), before)
+
+
+def test_only_the_coupling_trains() -> None:
+    model = tiny("llama")
+    report = convert(model, coupling="leapfrog", trainable="coupling")
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert trained
+    assert all(".self_attn.couple." in name for name in trained)
+    assert report.trainable == report.inserted == sum(model.get_parameter(name).numel() for name in trained)
+    revert(model)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_the_seed_decides_the_forces() -> None:
+    draws = itertools.count()
+
+    def forces(seed: int) -> dict[str, Tensor]:
+        model = tiny("llama")
+        torch.manual_seed(next(draws))
+        convert(model, coupling="leapfrog", seed=seed)
+        return {name: value for name, value in model.state_dict().items() if ".force." in name}
+
+    one, same, other = forces(0), forces(0), forces(1)
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not any(torch.equal(one[name], other[name]) for name in one)
+    first, second = (one[f"model.layers.{layer}.self_attn.couple.force.inner.weight"] for layer in (0, 1))
+    assert not torch.equal(first, second)
+
+
+def published(config: Any) -> Report:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return convert(model, coupling="affine")
+
+
+def test_inserted_parameters_of_published_sizes() -> None:
+    """Counted on real configurations, without their weights."""
+    llama = LlamaConfig(
+        vocab_size=128_256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=64, tie_word_embeddings=True,
+    )  # fmt: skip
+    neox = GPTNeoXConfig(
+        vocab_size=50_304, hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16
+    )
+    report = published(llama)
+    assert report.parameters_before == 1_235_814_400
+    assert report.inserted == 16 * 2 * (64 * 128 + 128 + 128 * 128 + 128)
+    assert report.parameters == report.parameters_before + report.inserted
+    assert 0.0006 < report.inserted_share < 0.0007
+    assert 0.0025 < published(neox).inserted_share < 0.0030
+
+
+def test_the_order_of_stages() -> None:
+    """Coupling acts before the family's own norm and before rotation: with k⁺ = c·k, Qwen3's norm undoes the factor."""
+    model = tiny("qwen3")
+    before = logits(model, ids())
+    convert(model, coupling="affine")
+    for name, parameter in model.named_parameters():
+        if name.endswith("key_outer.bias"):
+            width = parameter.shape[0] // 2
+            parameter.data[:width] = 0.5  # a scale of every entry alike
+    near(logits(model, ids()), before)
+
+
+# Generation
+
+
+def step_by_step(model: Any, tokens: Tensor, cache: Cache, first: int = 5) -> Tensor:
+    """Logits from a prefill, two more tokens at once, and single tokens, through one cache."""
+    cuts = [0, first, first + 2, *range(first + 3, tokens.shape[1] + 1)]
+    parts = [logits(model, tokens[:, a:b], past_key_values=cache) for a, b in itertools.pairwise(cuts)]
+    return torch.cat(parts, 1)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "coupling": {"coupling": "leapfrog"},
+    "shared": {"coupling": "leapfrog", "share": "k=v"},
+}
+
+
+@family
+@pytest.mark.parametrize("option", OPTIONS)
+def test_cached_is_uncached(family: str, option: str) -> None:
+    """Dynamic and static caches, left padding, beams, cropping: what is read back is what was written."""
+    model = tiny(family)
+    convert(model, **OPTIONS[option])
+    shake(model)
+    tokens = ids()
+    whole = logits(model, tokens, use_cache=False)
+    caches: list[Any] = [DynamicCache(config=model.config), DynamicCache()]
+    for past in caches:
+        near(step_by_step(model, tokens, past), whole)
+    static = StaticCache(config=model.config, max_cache_len=16)
+    near(step_by_step(model, tokens, static), whole)
+    assert all(isinstance(layer, Shared) == (option == "shared") for past in [*caches, static] for layer in past.layers)
+
+    cache: Any = DynamicCache()
+    logits(model, tokens, past_key_values=cache)
+    cache.crop(-4)
+    cache.batch_repeat_interleave(2)
+    again = logits(model, tokens[:, -4:].repeat_interleave(2, 0), past_key_values=cache)
+    near(again, whole[:, -4:].repeat_interleave(2, 0))
+    cache.crop(-4)
+    cache.batch_select_indices(torch.tensor([0, 3]))
+    near(logits(model, tokens[:, -4:], past_key_values=cache), whole[:, -4:])
+    cache.crop(-4)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    swapped = logits(model, tokens.flip(0)[:, -4:], past_key_values=cache)
+    near(swapped, whole.flip(0)[:, -4:])
+
+    padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), tokens[:1, 3:]], 1)
+    rows = torch.cat([padded, tokens[1:]])
+    mask = (rows != 0).long()
+    settings: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    batch = model.generate(rows, attention_mask=mask, **settings)
+    single = model.generate(tokens[:1, 3:], **settings)
+    assert torch.equal(batch[0, TOKENS:], single[0, TOKENS - 3 :])
+    uncached = model.generate(rows, attention_mask=mask, use_cache=False, **settings)
+    assert torch.equal(batch, uncached)
+    beams = model.generate(rows, attention_mask=mask, num_beams=3, **settings)
+    slow = model.generate(rows, attention_mask=mask, num_beams=3, use_cache=False, **settings)
+    assert torch.equal(beams, slow)
+    fixed = model.generate(rows, attention_mask=mask, cache_implementation="static", disable_compile=True, **settings)
+    assert torch.equal(fixed, batch)
+
+
+def test_a_cache_under_autocast() -> None:
+    model = tiny("llama")
+    convert(model, share="k=v")
+    with without_onednn(), torch.autocast("cpu", torch.bfloat16):
+        whole = logits(model, ids(), use_cache=False)
+        got = step_by_step(model, ids(), DynamicCache())
+    torch.testing.assert_close(got, whole, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_prompt_lookup_is_greedy(family: str) -> None:
+    model = tiny(family)
+    convert(model, share="k=v")
+    prompt = ids(1, 5).repeat(1, 3)
+    settings: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    assert torch.equal(
+        model.generate(prompt, prompt_lookup_num_tokens=3, **settings), model.generate(prompt, **settings)
+    )
+
+
+@family
+@pytest.mark.parametrize("static", [False, True])
+def test_a_shared_cache_owns_half(family: str, static: bool) -> None:
+    def filled(model: Any) -> Any:
+        cache: Any = (
+            StaticCache(config=model.config, max_cache_len=TOKENS) if static else DynamicCache(config=model.config)
+        )
+        logits(model, ids(), past_key_values=cache)
+        return cache
+
+    model = tiny(family)
+    plain, none = cache_bytes(filled(model))
+    assert none == 0
+    report = convert(model, share="k=v")
+    cache = filled(model)
+    owned, bookkeeping = cache_bytes(cache)
+    assert owned * 2 == plain
+    assert report.cache_share == 0.5
+    assert all(layer.keys.dtype == torch.float32 and layer.values.dtype == torch.int32 for layer in cache.layers)
+    assert bookkeeping <= owned / 8  # one whole number beside G·D = 16 or 32 numbers of the same width
+
+
+def test_filled_and_foreign_caches_are_refused() -> None:
+    model = tiny("llama")
+    cache = DynamicCache()
+    logits(model, ids(), past_key_values=cache)
+    convert(model, share="k=v")
+    with pytest.raises(ValueError, match="filled by a model with separate keys and values"):
+        logits(model, ids(), past_key_values=cache)
+
+    class Odd(transformers.cache_utils.DynamicLayer):
+        pass
+
+    with pytest.raises(ValueError, match="cannot use a cache of Odd"):
+        logits(model, ids(), past_key_values=Cache(layer_class_to_replicate=Odd))
+
+
+# Sharing and merging: what can be exact is exact
+
+
+def layers_of(model: PreTrainedModel) -> list[Any]:
+    return list(FAMILIES[model.config.model_type].layers(model).values())
+
+
+@torch.no_grad()
+def tie_values(model: PreTrainedModel) -> None:
+    """Make every value a fixed linear map of its key (plus a constant where there are biases)."""
+    torch.manual_seed(3)
+    family = FAMILIES[model.config.model_type]
+    for layer in layers_of(model):
+        weights = family.layout.read(layer, family.width(layer))
+        assert weights.v is not None
+        maps = torch.randn(weights.k.shape[0], weights.k.shape[1], weights.k.shape[1]) / weights.k.shape[1] ** 0.5
+        weights.v = maps.to(weights.k) @ weights.k
+        family.layout.write(layer, weights)
+
+
+@family
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_values_that_follow_from_keys_are_shared_without_loss(family: str, calibrated: bool) -> None:
+    model = tiny(family).double()
+    tie_values(model)
+    before = logits(model, ids())
+    report = convert(model, share="k=v", calibration=ids(seed=2, rows=8) if calibrated else None)
+    moved = (logits(model, ids()) - before).norm() / before.norm()
+    errors = [max(layer.keys or 0, layer.values or 0) for layer in report.layers]
+    assert max(errors) < 0.02  # what the fit gives up so that rounding of the cache does no harm
+    assert moved < 0.02
+    assert (report.logits is None) != calibrated
+    assert ("No calibration text" in str(report)) != calibrated
+
+
+@family
+def test_sharing_reports_what_happens(family: str) -> None:
+    """The reported errors of keys, values and output are those of the layers before and after."""
+    model = tiny(family)
+    old = copy.deepcopy(model)
+    text = ids(rows=6, seed=2)
+    report = convert(model, share="k=v", calibration=text)
+    kind = FAMILIES[family]
+    caught: list[Any] = []
+    first, second = layers_of(old)[0], layers_of(model)[0]
+    handle = first.register_forward_hook(lambda _, a, kw, out: caught.append((a, kw, out[0])), with_kwargs=True)
+    before = logits(old, text, use_cache=False)
+    handle.remove()
+    args, kwargs, wanted = caught[0]
+    x = args[0] if args else kwargs["hidden_states"]
+    width = kind.width(first)
+    with torch.no_grad():
+        got = second(*args, **kwargs)[0]
+        _, k, v = kind.layout.project(first, x, width)
+        _, s, none = kind.layout.project(second, x, width)
+    assert none is None
+    assert v is not None
+    layer = report.layers[0]
+    assert layer.output == pytest.approx(float((got - wanted).norm() / wanted.norm()), rel=1e-3)
+    assert layer.keys == pytest.approx(float((s - k).norm() / k.norm()), rel=1e-3)
+    assert report.logits == pytest.approx(float((logits(model, text) - before).norm() / before.norm()), rel=1e-3)
+    assert 0.01 < (layer.values or 0) < 0.9
+    assert report.parameters < report.parameters_before
+    assert all(f"{100 * layer.output:.3g} %" in str(report) for layer in report.layers if layer.output is not None)
+
+
+def test_later_layers_are_fitted_to_converted_ones() -> None:
+    """The second layer's errors are those on what the converted first layer gives, not on what the original gave."""
+    text = ids(rows=6, seed=2)
+    model = tiny("llama")
+    old = copy.deepcopy(model)
+    report = convert(model, share="k=v", calibration=text)
+    errors = []
+    for source in (model, old):
+        inputs: list[Tensor] = []
+        handle = layers_of(source)[1].q_proj.register_forward_pre_hook(lambda _, args, to=inputs: to.append(args[0]))
+        logits(source, text)
+        handle.remove()
+        with torch.no_grad():
+            k, s = (layers_of(made)[1].k_proj(inputs[0]) for made in (old, model))
+        errors.append(float((s - k).norm() / k.norm()))
+    assert report.layers[1].keys == pytest.approx(errors[0], rel=1e-4)
+    assert errors[1] != pytest.approx(errors[0], rel=1e-2)
+
+
+def test_padding_does_not_count_in_calibration() -> None:
+    text = ids(rows=3, seed=2)
+    padded = torch.cat([torch.full((3, 4), 5), text], 1)
+    mask = torch.ones_like(padded)
+    mask[:, :4] = 0
+    one, other = tiny("llama"), tiny("llama")
+    convert(one, share="k=v", calibration=[text[:2], text[2:]])
+    convert(other, share="k=v", calibration={"input_ids": padded, "attention_mask": mask})
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+GROUPED = [name for name, kind in FAMILIES.items() if kind.grouped]
+
+
+def turn() -> Tensor:
+    """A random complex number for each of RoPE's pairs (i, i + 4), as a real matrix [8, 8]."""
+    number = torch.randn(4, dtype=torch.complex64)
+    real, imaginary = number.real.diag(), number.imag.diag()
+    return torch.cat([torch.cat([real, -imaginary], 1), torch.cat([imaginary, real], 1)])
+
+
+@pytest.mark.parametrize("family", GROUPED)
+@pytest.mark.parametrize("merge", ["mean", "least-squares"])
+@pytest.mark.parametrize("share", [None, "k=v"])
+def test_merging_heads(family: str, merge: Any, share: Any) -> None:
+    """Heads that say the same merge without loss: equal ones always; by least squares also those whose values are
+    linear maps of each other's, and whose keys are turned and stretched as RoPE's pairs can be."""
+    model = tiny(family, num_key_value_heads=4).double()
+    tie_values(model)
+    kind = FAMILIES[family]
+    for layer in layers_of(model):
+        weights = kind.layout.read(layer, 8)
+        assert weights.v is not None
+        maps, turns = torch.eye(8).expand(4, 8, 8), torch.eye(8).expand(4, 8, 8)
+        if merge == "least-squares":
+            maps = torch.randn(4, 8, 8)
+            turns = turns if kind.normed else torch.stack([turn() for _ in range(4)])
+        maps, turns = maps.to(weights.k), turns.to(weights.k)
+        weights.k, weights.v = turns @ weights.k[0], maps @ weights.v[0]
+        if weights.k_bias is not None and weights.v_bias is not None:
+            weights.k_bias, weights.v_bias = turns @ weights.k_bias[0], maps @ weights.v_bias[0]
+        kind.layout.write(layer, weights)
+    before = logits(model, ids())
+    report = convert(model, kv_heads=2, merge=merge, share=share, calibration=ids(rows=8, seed=2))
+    assert model.config.num_key_value_heads == 2
+    assert layers_of(model)[0].num_key_value_groups == 2
+    assert layers_of(model)[0].k_proj.weight.shape == (16, 32)
+    moved = (logits(model, ids()) - before).norm() / before.norm()
+    assert moved < (0.02 if share else 1e-6)
+    assert report.cache_share == (0.25 if share else 0.5)
+    cached = step_by_step(model, ids(), DynamicCache())
+    near(cached, logits(model, ids(), use_cache=False))
+
+
+@pytest.mark.parametrize("family", GROUPED)
+def test_least_squares_merges_better_than_the_mean(family: str) -> None:
+    text = ids(rows=6, seed=2)
+    errors: dict[str, Any] = {}
+    for merge in ("mean", "least-squares"):
+        model = tiny(family, num_key_value_heads=4)
+        old = logits(model, text)
+        report = convert(model, kv_heads=1, merge=merge, calibration=text, keep_original=True)
+        errors[merge] = report.layers[0]
+        assert model.config.qklab["merge"] == merge
+        if merge == "mean":
+            weight = tiny(family, num_key_value_heads=4).model.layers[0].self_attn.k_proj.weight.view(4, 8, 32)
+            torch.testing.assert_close(model.model.layers[0].self_attn.k_proj.weight, weight.mean(0))
+        revert(model)
+        assert torch.equal(logits(model, text), old)
+        assert model.config.num_key_value_heads == 4
+    assert errors["least-squares"].values < 0.95 * errors["mean"].values
+    assert errors["least-squares"].output < errors["mean"].output
+    if FAMILIES[family].normed:
+        assert errors["least-squares"].keys == pytest.approx(errors["mean"].keys)
+    else:
+        assert errors["least-squares"].keys < errors["mean"].keys
+
+
+def test_merged_models_stay_plain(tmp_path: Path) -> None:
+    """Fewer heads need no code of ours: any Transformers loads them."""
+    model = tiny("llama")
+    convert(model, kv_heads=1)
+    model.save_pretrained(tmp_path)
+    plain = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(logits(plain, ids()), logits(model, ids()))
+    again = load(tmp_path)
+    assert torch.equal(logits(again, ids()), logits(model, ids()))
+    convert(again, coupling="leapfrog")
+    revert(again)
+    assert conversion_of(again) == conversion_of(model)
+    with pytest.raises(ValueError, match="kv_heads replaced weights that were not kept"):
+        revert(again)
+
+
+def test_conversions_in_turn_are_reverted_in_turn() -> None:
+    model = tiny("llama")
+    before = logits(model, ids())
+    convert(model, kv_heads=1, keep_original=True)
+    merged = logits(model, ids())
+    convert(model, share="k=v", keep_original=True)
+    revert(model)
+    assert torch.equal(logits(model, ids()), merged)
+    revert(model)
+    assert torch.equal(logits(model, ids()), before)
+    assert conversion_of(model) is None
+
+
+def test_a_copy_stands_alone() -> None:
+    model = tiny("llama")
+    convert(model, coupling="leapfrog", share="k=v")
+    shake(model)
+    other = copy.deepcopy(model)
+    assert torch.equal(step_by_step(other, ids(), DynamicCache()), step_by_step(model, ids(), DynamicCache()))
+    assert layers_of(other)[0].rotary[0] is other.model.rotary_emb
+
+
+# QK-norm
+
+
+@pytest.mark.parametrize("family", [name for name, kind in FAMILIES.items() if not kind.normed])
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_an_inserted_norm_keeps_the_scale_of_scores(family: str, calibrated: bool) -> None:
+    model = tiny(family)
+    old = copy.deepcopy(model)
+    text = ids(rows=6, seed=2)
+    before = logits(model, text)
+    report = convert(model, norm="qk-norm", calibration=text if calibrated else None)
+    kind = FAMILIES[family]
+    first, second = layers_of(old)[0], layers_of(model)[0]
+    inputs: list[Tensor] = []
+    handle = second.register_forward_pre_hook(
+        lambda _, a, kw: inputs.append(a[0] if a else kw["hidden_states"]), with_kwargs=True
+    )
+    after = logits(model, text)
+    handle.remove()
+    with torch.no_grad():
+        q, k, _ = kind.layout.project(first, inputs[0], kind.width(first))
+        new_q, new_k = second.normalise(q, k)
+    for old_side, new_side in ((q, new_q), (k, new_k)):
+        ratio = new_side.square().mean((0, 1, 2)).sqrt() / old_side.square().mean((0, 1, 2)).sqrt()
+        torch.testing.assert_close(ratio, torch.ones_like(ratio), rtol=0, atol=1e-3 if calibrated else 0.6)
+    size = new_q.norm(dim=-1)
+    assert size.std() < q.norm(dim=-1).std()
+    if calibrated:
+        moved = float((after - before).norm() / before.norm())
+        assert report.logits == pytest.approx(moved, rel=1e-3)
+        assert moved < 0.5
+    assert report.inserted == 2 * 2 * kind.width(first)
+    near(step_by_step(model, ids(), DynamicCache()), logits(model, ids(), use_cache=False))
+    revert(model)
+    assert torch.equal(logits(model, text), before)
+
+
+def test_norm_and_share_and_coupling_together() -> None:
+    model = tiny("llama")
+    convert(
+        model, coupling="leapfrog", share="k=v", norm="qk-norm", kv_heads=1, calibration=ids(), trainable="inserted"
+    )
+    shake(model)
+    near(step_by_step(model, ids(), DynamicCache()), logits(model, ids(), use_cache=False))
+    trained = {name.split(".")[-2] for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {"couple", "inner", "outer", "normalise"}
+
+
+# Saving
+
+
+@family
+def test_saved_is_loaded(family: str, tmp_path: Path) -> None:
+    model = tiny(family)
+    convert(model, coupling="leapfrog", share="k=v")
+    shake(model)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    wanted = logits(model, ids())
+    loaded: Any = None
+    for loaded in (load(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path)):
+        loaded.set_attn_implementation(model.config._attn_implementation)
+        assert torch.equal(logits(loaded, ids()), wanted)
+        assert conversion_of(loaded) == conversion_of(model)
+        assert loaded.state_dict().keys() == model.state_dict().keys()
+        assert type(loaded).__name__ == type(model).__name__
+        settings: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
+        assert torch.equal(loaded.generate(ids(), **settings), model.generate(ids(), **settings))
+    with pytest.raises(Exception, match="converted by qklab"):
+        type(tiny(family)).from_pretrained(tmp_path)
+    loaded.save_pretrained(tmp_path / "again")
+    assert json.loads((tmp_path / "again/config.json").read_text()) == json.loads(
+        (tmp_path / "config.json").read_text()
+    )
+    assert load(tmp_path, dtype=torch.float64).dtype == torch.float64
+    bare: Any = transformers.AutoModel.from_pretrained(tmp_path)
+    assert type(bare).__name__ == type(model.base_model).__name__
+    bare.set_attn_implementation(model.config._attn_implementation)
+    with torch.no_grad():
+        assert torch.equal(bare(ids()).last_hidden_state, model.base_model(ids()).last_hidden_state)
+
+
+def test_a_process_without_qklab_does_not_load_it(tmp_path: Path) -> None:
+    model = tiny("llama")
+    convert(model, coupling="leapfrog")
+    model.save_pretrained(tmp_path)
+    code = f"import transformers; transformers.AutoConfig.from_pretrained({str(tmp_path)!r})"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert run.returncode != 0
+    assert "qklab-converted" in run.stderr
+
+
+def test_a_classifier_is_converted_and_loaded(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = LlamaForSequenceClassification(LlamaConfig(**{**SHAPE, "num_labels": 3})).eval()
+    convert(model, coupling="affine", share="k=v", calibration=ids())
+    shake(model)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert torch.equal(logits(loaded, ids()), logits(model, ids()))
+    assert type(loaded).__name__ == "LlamaForSequenceClassification"
+
+
+@family
+def test_adapters(family: str, tmp_path: Path) -> None:
+    model = tiny(family)
+    convert(model, coupling="leapfrog")
+    shake(model)
+    save_adapter(model, tmp_path)
+    fresh = tiny(family)
+    report = load_adapter(fresh, tmp_path, trainable="coupling")
+    assert torch.equal(logits(fresh, ids()), logits(model, ids()))
+    assert report is not None
+    assert report.trainable == report.inserted
+    shake(fresh)
+    assert load_adapter(fresh, tmp_path) is None
+    assert torch.equal(logits(fresh, ids()), logits(model, ids()))
+    with pytest.raises(ValueError, match="trainable must be one of"):
+        load_adapter(model, tmp_path, trainable="all")
+    load_adapter(model, tmp_path, trainable="coupling")
+    assert all(parameter.requires_grad == (".couple." in name) for name, parameter in model.named_parameters())
+    revert(model)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    size = (tmp_path / "qklab_adapter.safetensors").stat().st_size
+    assert size < 4 * report.inserted + 4096
+
+
+def test_adapters_that_do_not_fit(tmp_path: Path) -> None:
+    model = tiny("llama")
+    with pytest.raises(ValueError, match="no inserted coupling or norm"):
+        save_adapter(model, tmp_path)
+    with pytest.raises(ValueError, match="holds no adapter"):
+        load_adapter(model, tmp_path)
+    convert(model, coupling="leapfrog", share="k=v")
+    save_adapter(model, tmp_path)
+    with pytest.raises(ValueError, match="is for Llama, but the model is Qwen2"):
+        load_adapter(tiny("qwen2"), tmp_path)
+    with pytest.raises(ValueError, match="weights were replaced"):
+        load_adapter(tiny("llama"), tmp_path)
+    with pytest.raises(ValueError, match="kv_heads=2, but this model has kv_heads=4"):
+        load_adapter(tiny("llama", num_key_value_heads=4), tmp_path)
+    other = tiny("llama")
+    convert(other, coupling="affine", share="k=v")
+    with pytest.raises(ValueError, match="this adapter is of leapfrog×1 identity"):
+        load_adapter(other, tmp_path)
+
+
+# Training
+
+
+class Text(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """One line again and again."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = ids(1, seed=7)[0]
+        return {"input_ids": row, "labels": row}
+
+
+@family
+def test_the_trainer_trains_the_coupling(family: str, tmp_path: Path) -> None:
+    model = tiny(family)
+    convert(model, coupling="leapfrog", trainable="coupling")
+    frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=20, per_device_train_batch_size=2, learning_rate=0.02, report_to=[],
+        save_strategy="no", logging_steps=1, use_cpu=True, disable_tqdm=True, seed=0,
+        dataloader_pin_memory=False, lr_scheduler_type="constant",
+    )  # fmt: skip
+    trainer = Trainer(model=model, args=arguments, train_dataset=Text())
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 20
+    assert losses[-1] < losses[0] - 0.05
+    assert all(torch.equal(model.get_parameter(name), value) for name, value in frozen.items())
+
+
+@family
+def test_peft_attaches(family: str) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny(family)
+    convert(model, coupling="leapfrog", share="k=v")
+    before = logits(model, ids())
+    name, layer = next(iter(FAMILIES[family].layers(model).items()))
+    parts = [part for part in FAMILIES[family].layout.projections if getattr(layer, part) is not None]
+    targets = [f"{name.rpartition('.')[2]}.{part}" for part in parts]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM"))
+    assert torch.equal(logits(wrapped, ids()), before)
+    loss = wrapped(ids(), labels=ids()).loss
+    loss.backward()
+    grads = [name for name, p in wrapped.named_parameters() if p.grad is not None]
+    assert all("lora" in name for name in grads)
+    assert len(grads) == 2 * 2 * len(targets)
+    assert wrapped.generate(input_ids=ids(), max_new_tokens=2).shape == (2, TOKENS + 2)
+
+
+@family
+def test_gradient_checkpointing_changes_nothing(family: str) -> None:
+    model = tiny(family).train()
+    convert(model, coupling="leapfrog", share="k=v", norm=None if FAMILIES[family].normed else "qk-norm")
+    shake(model)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    grads = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.zero_grad()
+        model(ids(), labels=ids()).loss.backward()
+        grads.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    assert grads[0].keys() == grads[1].keys() == {name for name, _ in model.named_parameters()}
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_compiles_into_one_graph(shared: bool) -> None:
+    model = tiny("llama")
+    convert(model, coupling="leapfrog", share="k=v" if shared else None)
+    shake(model)
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    near(logits(compiled, ids()), logits(model, ids()))
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    whole = logits(model, ids(), use_cache=False)
+    logits(model, ids()[:, :-3], past_key_values=cache)
+    for place in range(TOKENS - 3, TOKENS):
+        position = torch.full((1, 1), place)
+        got = logits(compiled, ids()[:, place : place + 1], past_key_values=cache, position_ids=position)
+        near(got[:, 0], whole[:, place])
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "gemma3_text"])
+def test_eager_gives_attention_maps(family: str) -> None:
+    model = tiny(family)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        before = model(ids(), output_attentions=True)
+    convert(model, coupling="leapfrog")
+    with torch.no_grad():
+        after = model(ids(), output_attentions=True)
+    assert len(after.attentions) == 2
+    assert torch.equal(after.logits, before.logits)
+    for a, b in zip(after.attentions, before.attentions, strict=True):
+        assert torch.equal(a, b)
+
+
+# Refusals: one sentence each
+
+
+def refuse(match: str, model: Any, **options: Any) -> None:
+    with pytest.raises(ValueError, match=match) as caught:
+        convert(model, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_refused_models() -> None:
+    refuse("a loaded Transformers model was expected", torch.nn.Linear(2, 2), coupling="leapfrog")
+    opt = transformers.OPTConfig(
+        vocab_size=61, hidden_size=16, num_hidden_layers=1, ffn_dim=16, num_attention_heads=2, word_embed_proj_dim=16,
+        max_position_embeddings=16,
+    )  # fmt: skip
+    refuse("models of type 'opt' cannot be converted", AutoModelForCausalLM.from_config(opt), coupling="leapfrog")
+    quantised = tiny("llama")
+    quantised.config.quantization_config = {"quant_method": "bitsandbytes"}
+    refuse("quantised model", quantised, coupling="leapfrog")
+    odd = tiny("llama")
+    odd.model.layers[1].self_attn.v_proj = torch.nn.Sequential(odd.model.layers[1].self_attn.v_proj)
+    refuse(r"layers\.1\.self_attn\.v_proj is a Sequential", odd, coupling="leapfrog")
+    flash = tiny("llama")
+    flash.config._attn_implementation_internal = "flash_attention_2"
+    refuse("'flash_attention_2' was requested", flash, coupling="leapfrog")
+    late = tiny("llama")
+    convert(late, coupling="leapfrog")
+    late.config._attn_implementation_internal = "flex_attention"
+    with pytest.raises(ValueError, match="'flex_attention' was requested"):
+        late.model.layers[0].self_attn(torch.zeros(1, 2, 32))
+    done = tiny("llama")
+    convert(done, coupling="leapfrog")
+    refuse(r"already converted \(leapfrog×1 identity\)", done, share="k=v")
+    done.model.layers[0].self_attn.__class__ = type(tiny("llama").model.layers[0].self_attn)
+    refuse("1 of the 2 attention layers of this model are converted", done, coupling="leapfrog")
+    crossed = tiny("gpt2", add_cross_attention=True)
+    refuse("cross-attention", crossed, coupling="leapfrog")
+    upcast = tiny("gpt2", reorder_and_upcast_attn=True)
+    refuse("reorder_and_upcast_attn", upcast, coupling="leapfrog")
+    hooked = tiny("llama")
+    hooked.model.layers[0].self_attn.forward = hooked.model.layers[0].self_attn.forward
+    refuse("a forward of its own", hooked, coupling="leapfrog")
+    growing = tiny("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0})
+    refuse("rope_type 'dynamic'", growing, share="k=v")
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(configuration("llama"))
+    refuse("need the weights", empty, share="k=v")
+
+
+def test_refused_options() -> None:
+    model = tiny("llama")
+    refuse("nothing was asked for", model)
+    refuse("coupling must be a CouplingSpec or one of .*did you mean 'leapfrog'", model, coupling="leapfrogs")
+    refuse("changes nothing yet", model, coupling=CouplingSpec(kind="leapfrog"))
+    refuse("share must be one of 'k=v', but 'q=k' came", model, share="q=k")
+    refuse("norm must be one of 'qk-norm', but 'layer' came", model, norm="layer")
+    refuse("Qwen3 already normalises", tiny("qwen3"), norm="qk-norm")
+    refuse("GPT-2 has as many key/value heads as heads", tiny("gpt2"), kv_heads=2)
+    refuse("must divide the model's 2 key/value heads and be fewer", model, kv_heads=3)
+    refuse("must divide the model's 2 key/value heads and be fewer", model, kv_heads=2)
+    refuse("merge must be one of", model, kv_heads=1, merge="median")
+    refuse("say with kv_heads= how many are to stay", model, merge="mean")
+    refuse("a coupling is inserted without it", model, coupling="leapfrog", calibration=ids())
+    refuse("weight must lie between 0 and 1", model, share="k=v", weight=1.0)
+    refuse("trainable must be one of", model, coupling="leapfrog", trainable="all")
+    refuse("needs a coupling to train", model, share="k=v", trainable="coupling")
+    refuse("needs something inserted", model, share="k=v", trainable="inserted")
+    refuse("calibration must be token ids", model, share="k=v", calibration="some text")
+    refuse("calibration must be token ids", model, share="k=v", calibration=torch.zeros(3, 4))
+    refuse("calibration is empty", model, share="k=v", calibration=[])
+    refuse("ids from 0 to 60", model, share="k=v", calibration=torch.tensor([[3, 61]]))
+    nothing = {"input_ids": ids(), "attention_mask": torch.zeros(2, TOKENS)}
+    refuse("leave tokens in each row", model, share="k=v", calibration=nothing)
+    assert conversion_of(model) is None
+    with pytest.raises(ValueError, match="nothing to revert"):
+        revert(model)
+    convert(model, share="k=v")
+    with pytest.raises(ValueError, match="share replaced weights that were not kept"):
+        revert(model)
+
+
+@family
+def test_kept_weights_come_back(family: str) -> None:
+    model = tiny(family)
+    before, names = logits(model, ids()), list(model.state_dict())
+    convert(model, coupling="leapfrog", share="k=v", keep_original=True)
+    assert list(model.state_dict()) != names
+    revert(model)
+    assert torch.equal(logits(model, ids()), before)
+    assert set(model.state_dict()) == set(names)

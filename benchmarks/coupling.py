@@ -287,7 +287,7 @@ def compare_training(options: argparse.Namespace) -> None:
         mean = {label: sum(values) / steps for label, values in off.items()}
         print(
             f"{options.model}, {name}: loss {truth[0]:.3f} → {truth[-1]:.4f}; kernel {curves['fused'][-1]:.4f}; "
-            f"mean |difference| over {steps} steps {mean['fused']:.2e}, of rows in another order {mean['rounding']:.2e}",
+            f"mean |difference| over {steps} steps {mean['fused']:.2e}, by rounding alone {mean['rounding']:.2e}",
             flush=True,
         )
         result["arms"][name] = {"curves": curves, "mean_difference": mean}

@@ -541,7 +541,7 @@ def load_first(
     KIND: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TURNED: tl.constexpr, WIDE: tl.constexpr,
     BM: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Argument and gradient [BM, DP] of a tile's first evaluation of the force: q; and dk or its half, but for Euler."""
+    """Argument and gradient [BM, DP] of a tile's first evaluation of the force: q, and dk or its half but for Euler."""
     i_g, i_row = i_tile % G, (begin + i_tile // G) * BM
     m_rows, o_j = i_row + tl.arange(0, BM) < rows, tl.arange(0, DP // 2)
     p_queries = rows_from(p_q + i_g * q_h, i_row, q_b, q_t, T, BM, EVEN)

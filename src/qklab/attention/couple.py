@@ -1,8 +1,9 @@
 """Stage 2, couple: let the query and the key of one token evolve together before they are compared.
 
-Every map acts on q [B, T, H, D] and k [B, T, G, D] of the same token, so it never looks across tokens. Inside, heads
-are grouped as q [B, T, G, R, D] and k [B, T, G, 1, D] with R = H/G: a query head meets its group's key by
-broadcasting, and the key meets the mean q̄ of its group's query heads.
+Every map acts on q [B, T, H, D] and k [B, T, G, D] of the same token, so it never looks across tokens. A module holds a
+map's parameters and knows its inverse; the map itself is `qklab.ops.coupling`. Inverses group heads as
+q [B, T, G, R, D] and k [B, T, G, 1, D] with R = H/G: a query head meets its group's key by broadcasting, and the key
+meets the mean q̄ of its group's query heads.
 """
 
 from __future__ import annotations
@@ -13,15 +14,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qklab.attention.force import FORCES, HeadLinear, uniform_
+from qklab.attention.force import FORCES, GradientForce, HeadLinear, MLPForce, uniform_
+from qklab.ops.coupling import Network, Norm, couple
+from qklab.ops.dispatch import Impl
 
 if TYPE_CHECKING:
+    from qklab.attention.places import Angles
     from qklab.attention.spec import AttentionSpec, CouplingSpec
 
 
 class Coupling(nn.Module):
-    """A map (q, k) → (q⁺, k⁺), n steps with shared parameters. Leaves define `flow`, and `unflow` where it exists."""
+    """A map (q, k) → (q⁺, k⁺), n steps with shared parameters. Leaves name their `networks`, and an `unflow` if any."""
 
+    kind: ClassVar[str]
     formula: ClassVar[str]
     invertible: ClassVar[bool] = False
     stepped: ClassVar[bool] = True  # has a learned step size δ
@@ -29,12 +34,13 @@ class Coupling(nn.Module):
     limited: ClassVar[bool] = False  # has scales that `scale_limit` bounds
     nets: ClassVar[int] = 1  # how many networks share the force's width between them
     width_factor: ClassVar[int] = 1  # default width, in units of the usual one
+    impl: Impl = "auto"
 
     def __init__(self, spec: AttentionSpec):
         super().__init__()
         coupling = of(spec)
         self.kv_heads = spec.kv_heads
-        self.steps = coupling.steps
+        self.steps, self.scale_limit = coupling.steps, coupling.scale_limit
         if self.stepped:
             self.initial_step = 0.0 if coupling.init == "identity" else coupling.step_size
             shape = () if coupling.step_sharing == "per-layer" else (spec.kv_heads, 1, 1)
@@ -44,10 +50,27 @@ class Coupling(nn.Module):
         if self.stepped:
             nn.init.constant_(self.step, self.initial_step)
 
-    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q [B, T, H, D], k [B, T, G, D] → the same shapes."""
-        q, k = self.flow(q.unflatten(2, (self.kv_heads, -1)), k.unsqueeze(3))
-        return q.flatten(2, 3), k.squeeze(3)
+    def forward(
+        self, q: Tensor, k: Tensor, norm: Norm | None = None, angles: Angles | None = None, turn_key: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """q [B, T, H, D], k [B, T, G, D] → the same shapes; normalised and rotated in the same pass where asked for."""
+        return couple(
+            q,
+            k,
+            self.kind,
+            self.networks(),
+            step=self.step if self.stepped else None,
+            steps=self.steps,
+            scale_limit=self.scale_limit,
+            norm=norm,
+            angles=angles,
+            turn_key=turn_key,
+            impl=self.impl,
+        )
+
+    def networks(self) -> tuple[Network, ...]:
+        """What moves q and k, as the operation takes it."""
+        raise NotImplementedError
 
     def inverse(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """The (q, k) that `forward` maps to these, exact up to rounding times the map's condition number."""
@@ -61,9 +84,6 @@ class Coupling(nn.Module):
         if not self.invertible:
             raise ValueError(f"{type(self).__name__} has no log-determinant; use one of {', '.join(invertible())}.")
         return self.flow_log_det(q.unflatten(2, (self.kv_heads, -1)), k.unsqueeze(3))
-
-    def flow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
 
     def unflow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
@@ -108,6 +128,13 @@ def stretched(u: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     return (u * scale.exp() + shift).to(u.dtype)
 
 
+def network_of(force: MLPForce | GradientForce) -> Network:
+    inner = force.inner
+    if isinstance(force, GradientForce):
+        return Network(inner.weight, inner.bias, amplitude=force.amplitude)
+    return Network(inner.weight, inner.bias, force.outer.weight, force.outer.bias)
+
+
 class Forced(Coupling):
     """Coupling through one force f, evaluated on q̄."""
 
@@ -116,6 +143,9 @@ class Forced(Coupling):
     def __init__(self, spec: AttentionSpec):
         super().__init__(spec)
         self.force = FORCES[of(spec).force](spec.head_width, width_of(spec), heads_of(spec))
+
+    def networks(self) -> tuple[Network, ...]:
+        return (network_of(self.force),)
 
     @classmethod
     def map_parameters(cls, spec: AttentionSpec, coupling: CouplingSpec) -> int:
@@ -135,25 +165,16 @@ class Forced(Coupling):
 class Euler(Forced):
     """q⁺ = q + δ k ; k⁺ = k + δ f(q), the old q in both."""
 
+    kind = "euler"
     formula = "q⁺ = q + δ k ; k⁺ = k + δ f(q)"
-
-    def flow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        for _ in range(self.steps):
-            q, k = q + self.scaled(k), k + self.scaled(self.force(group_mean(q)))
-        return q, k
 
 
 class SymplecticEuler(Forced):
     """k⁺ = k + δ f(q) ; q⁺ = q + δ k⁺. Two shears: invertible, det J = 1."""
 
     invertible = True
+    kind = "symplectic-euler"
     formula = "k⁺ = k + δ f(q) ; q⁺ = q + δ k⁺"
-
-    def flow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        for _ in range(self.steps):
-            k = k + self.scaled(self.force(group_mean(q)))
-            q = q + self.scaled(k)
-        return q, k
 
     def unflow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         for _ in range(self.steps):
@@ -166,20 +187,15 @@ class Leapfrog(Forced):
     """k½ = k + δ/2 f(q) ; q⁺ = q + δ k½ ; k⁺ = k½ + δ/2 f(q⁺). Neighbouring half kicks share one evaluation of f."""
 
     invertible = True
+    kind = "leapfrog"
     formula = "k½ = k + δ/2 f(q) ; q⁺ = q + δ k½ ; k⁺ = k½ + δ/2 f(q⁺)"
 
-    def flow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return self.drift(q, k, sign=1.0)
-
     def unflow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return self.drift(q, k, sign=-1.0)  # leapfrog run backwards in time is its own inverse
-
-    def drift(self, q: Tensor, k: Tensor, sign: float) -> tuple[Tensor, Tensor]:
-        k = k + self.scaled(self.force(group_mean(q)), sign / 2)
+        """Leapfrog run backwards in time is its own inverse."""
+        k = k - self.scaled(self.force(group_mean(q)), 0.5)
         for step in range(self.steps):
-            q = q + self.scaled(k, sign)
-            kick = sign if step < self.steps - 1 else sign / 2
-            k = k + self.scaled(self.force(group_mean(q)), kick)
+            q = q - self.scaled(k)
+            k = k - self.scaled(self.force(group_mean(q)), 1.0 if step < self.steps - 1 else 0.5)
         return q, k
 
     @staticmethod
@@ -198,12 +214,12 @@ class Affine(Coupling):
     forces = ("mlp",)
     limited = True
     width_factor = 2
+    kind = "affine"
     formula = "q⁺ = q ⊙ exp(s₁(k)) + t₁(k) ; k⁺ = k ⊙ exp(s₂(q⁺)) + t₂(q⁺)"
 
     def __init__(self, spec: AttentionSpec):
         super().__init__(spec)
         head_width, force_width, heads = spec.head_width, width_of(spec), heads_of(spec)
-        self.scale_limit = of(spec).scale_limit
         self.query_inner = HeadLinear(head_width, force_width, heads)
         self.query_outer = HeadLinear(force_width, 2 * head_width, heads)
         self.key_inner = HeadLinear(head_width, force_width, heads)
@@ -214,6 +230,10 @@ class Affine(Coupling):
         for parameter in [*self.query_outer.parameters(), *self.key_outer.parameters()]:
             nn.init.zeros_(parameter)
 
+    def networks(self) -> tuple[Network, ...]:
+        layers = ((self.query_inner, self.query_outer), (self.key_inner, self.key_outer))
+        return tuple(Network(inner.weight, inner.bias, outer.weight, outer.bias) for inner, outer in layers)
+
     def query_map(self, k: Tensor) -> tuple[Tensor, Tensor]:
         raw, shift = self.query_outer(F.silu(self.query_inner(k))).chunk(2, -1)
         return self.scale_limit * torch.tanh(raw), shift
@@ -221,12 +241,6 @@ class Affine(Coupling):
     def key_map(self, q: Tensor) -> tuple[Tensor, Tensor]:
         raw, shift = self.key_outer(F.silu(self.key_inner(group_mean(q)))).chunk(2, -1)
         return self.scale_limit * torch.tanh(raw), shift
-
-    def flow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        for _ in range(self.steps):
-            q = stretched(q, *self.query_map(k))
-            k = stretched(k, *self.key_map(q))
-        return q, k
 
     def unflow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         for _ in range(self.steps):
@@ -261,6 +275,7 @@ class Affine(Coupling):
 class Uncoupled(Coupling):
     """q⁺ = q + δ g(q) ; k⁺ = k + δ f(k). The control: the same capacity (width h/2 each), no coupling."""
 
+    kind = "uncoupled"
     formula = "q⁺ = q + δ g(q) ; k⁺ = k + δ f(k)"
     forces = tuple(FORCES)
     nets = 2
@@ -271,10 +286,8 @@ class Uncoupled(Coupling):
         self.query_force = force(spec.head_width, width_of(spec) // 2, heads_of(spec))
         self.key_force = force(spec.head_width, width_of(spec) // 2, heads_of(spec))
 
-    def flow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        for _ in range(self.steps):
-            q, k = q + self.scaled(self.query_force(q)), k + self.scaled(self.key_force(k))
-        return q, k
+    def networks(self) -> tuple[Network, ...]:
+        return network_of(self.query_force), network_of(self.key_force)
 
     @classmethod
     def map_parameters(cls, spec: AttentionSpec, coupling: CouplingSpec) -> int:
@@ -289,6 +302,7 @@ class Linear(Coupling):
     """k⁺ = k + δ A q ; q⁺ = q + δ k⁺. The control that folds exactly into new W_q, W_k: only a reparametrisation."""
 
     invertible = True
+    kind = "linear"
     formula = "k⁺ = k + δ A q ; q⁺ = q + δ k⁺"
 
     def __init__(self, spec: AttentionSpec):
@@ -306,11 +320,8 @@ class Linear(Coupling):
             return F.linear(group_mean(q), self.matrix)
         return torch.einsum("btgri,goi->btgro", group_mean(q), self.matrix)
 
-    def flow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        for _ in range(self.steps):
-            k = k + self.scaled(self.pull(q))
-            q = q + self.scaled(k)
-        return q, k
+    def networks(self) -> tuple[Network, ...]:
+        return (Network(self.matrix),)
 
     def unflow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         for _ in range(self.steps):
@@ -328,12 +339,7 @@ class Linear(Coupling):
 
 
 COUPLINGS: dict[str, type[Coupling]] = {
-    "euler": Euler,
-    "symplectic-euler": SymplecticEuler,
-    "leapfrog": Leapfrog,
-    "affine": Affine,
-    "uncoupled": Uncoupled,
-    "linear": Linear,
+    coupling.kind: coupling for coupling in (Euler, SymplecticEuler, Leapfrog, Affine, Uncoupled, Linear)
 }
 
 

@@ -9,6 +9,7 @@ from qklab.attention.norm import NORMS
 from qklab.attention.places import Places, locate
 from qklab.attention.project import Projection
 from qklab.attention.spec import AttentionSpec
+from qklab.ops.coupling import Norm
 
 
 class Attention(nn.Module):
@@ -45,10 +46,10 @@ class Attention(nn.Module):
             raise ValueError("places already say where the segments are; give one of the two.")
         q, k, v = self.project(x)
         if self.couple is not None:
-            q, k = self.couple(q, k)
-        if self.normalise is not None:
-            q, k = self.normalise(q, k)
-        q, k = self.rotate(q, k, places)
+            q, k = self.coupled(q, k, places)
+        else:
+            q, k = (q, k) if self.normalise is None else self.normalise(q, k)
+            q, k = self.rotate(q, k, places)
         if cache is not None:
             k, v = remember(cache, k, v)
         k, v = self.rotate.read(k, v, places)
@@ -58,6 +59,16 @@ class Attention(nn.Module):
         o = self.mix(q, k, v, x, places, self.rotate.bias(places))
         o = self.mix.finish(self.rotate.undo(o, places))
         return self.output(o.flatten(2))
+
+    def coupled(self, q: Tensor, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+        """Stages 2 to 4 as one operation, which reads q and k once and writes them once."""
+        assert self.couple is not None
+        norm = self.normalise
+        if norm is not None:
+            norm = Norm(norm.eps, norm.query_gain, norm.key_gain)
+        angles, turns_key = self.rotate.turning(places)
+        q, k = self.couple(q, k, norm, angles, turns_key)
+        return self.rotate.scaled(q), k
 
     def locate(self, x: Tensor, segments: Tensor | None = None, cache: Cache | None = None) -> Places:
         """Positions, mask and angles for x [B, T, width]; the same for every layer of one spec."""

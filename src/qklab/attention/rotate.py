@@ -38,7 +38,18 @@ class Unrotated(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         """q [B, T, H, D], k [B, T, G, D] → the same shapes."""
-        return q, k
+        angles, turns_key = self.turning(places)
+        if angles is not None:
+            q, k = turned(q, angles), turned(k, angles) if turns_key else k
+        return self.scaled(q), k
+
+    def turning(self, places: Places) -> tuple[Angles | None, bool]:
+        """The angles by which `forward` turns q, and whether it turns k by them too."""
+        return None, False
+
+    def scaled(self, q: Tensor) -> Tensor:
+        """What `forward` does to the turned q."""
+        return q
 
     def read(self, k: Tensor, v: Tensor | None, places: Places) -> tuple[Tensor, Tensor]:
         """What is stored [B, S, G, D] → keys and values [B, S, G, D]."""
@@ -66,8 +77,8 @@ class Rope(Unrotated):
 
     formula = "q_i ← R_i q_i ; k_j ← R_j k_j"
 
-    def forward(self, q: Tensor, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
-        return turned(q, places.angles), turned(k, places.angles)
+    def turning(self, places: Places) -> tuple[Angles | None, bool]:
+        return places.angles, True
 
 
 class RopeOnce(Rope):
@@ -84,8 +95,8 @@ class RopeOnRead(Unrotated):
 
     formula = "q_i ← R_i q_i ; v_j = k_j ; k_j ← R_j k_j on reading"
 
-    def forward(self, q: Tensor, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
-        return turned(q, places.angles), k
+    def turning(self, places: Places) -> tuple[Angles | None, bool]:
+        return places.angles, False
 
     def read(self, k: Tensor, v: Tensor | None, places: Places) -> tuple[Tensor, Tensor]:
         return turned(k, places.key_angles), k
@@ -153,9 +164,11 @@ class Asymmetric(Unrotated):
         self.inner = rotation(spec)(spec)
         self.asymmetry = Asymmetry2D(spec)
 
-    def forward(self, q: Tensor, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
-        q, k = self.inner(q, k, places)
-        return self.asymmetry.scaled(q), k
+    def turning(self, places: Places) -> tuple[Angles | None, bool]:
+        return self.inner.turning(places)
+
+    def scaled(self, q: Tensor) -> Tensor:
+        return self.asymmetry.scaled(q)
 
     def read(self, k: Tensor, v: Tensor | None, places: Places) -> tuple[Tensor, Tensor]:
         return self.inner.read(k, v, places)

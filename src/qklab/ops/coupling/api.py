@@ -1,0 +1,298 @@
+"""Coupling, QK-norm and RoPE as one operation on the queries and keys of a token (README.md derives its backward)."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qklab.ops.coupling import reference
+from qklab.ops.dispatch import Impl, announced, check_impl, chosen
+from qklab.schema import suggestion
+
+KINDS = ("euler", "symplectic-euler", "leapfrog", "affine", "uncoupled", "linear")
+WIDEST = 128  # head of the kernel
+MOST_BYTES = 100 * 2**10  # of matrices, which lie in a multiprocessor's shared memory beside operands of as many
+
+
+class Network(NamedTuple):
+    """What moves a state u [·, D]: f(u) = W2 silu(W1 u + b1) + b2; or −W1ᵀ(a ⊙ σ(W1 u + b1)); or W1 u.
+
+    Every matrix may have a leading G, one for each key head. The outer layer of an affine map's network has 2D rows,
+    first those of the scale and then those of the shift.
+    """
+
+    inner: Tensor  # W1 [h, D]
+    inner_bias: Tensor | None = None  # b1 [h]
+    outer: Tensor | None = None  # W2 [D, h] or [2D, h]
+    outer_bias: Tensor | None = None  # b2 [D] or [2D]
+    amplitude: Tensor | None = None  # a [h] or [G, 1, h]: the force is minus the gradient of a potential
+
+
+class Norm(NamedTuple):
+    """u ↦ g ⊙ u / √(mean u² + eps) over D, on queries and keys."""
+
+    eps: float
+    query_gain: Tensor | None = None  # [D]
+    key_gain: Tensor | None = None
+
+
+def couple(
+    q: Tensor,
+    k: Tensor,
+    kind: str,
+    networks: tuple[Network, ...],
+    *,
+    step: Tensor | None = None,
+    steps: int = 1,
+    scale_limit: float = 2.0,
+    norm: Norm | None = None,
+    angles: tuple[Tensor, Tensor] | None = None,
+    turn_key: bool = True,
+    impl: Impl = "auto",
+) -> tuple[Tensor, Tensor]:
+    """rotate(normalise(couple(q, k))): q [B, T, H, D], k [B, T, G, D] → the same shapes and dtype.
+
+    `steps` times the map `kind`, with f, g the networks' forces, δ = `step` (a scalar, or [G, 1, 1]), and q̄ the mean
+    over the query heads of a key head's group:
+
+        euler              q⁺ = q + δ k ; k⁺ = k + δ f(q̄)
+        symplectic-euler   k⁺ = k + δ f(q̄) ; q⁺ = q + δ k⁺
+        linear             the same with f(q̄) = A q̄
+        leapfrog           k½ = k + δ/2 f(q̄) ; q⁺ = q + δ k½ ; k⁺ = k½ + δ/2 f(q̄⁺)
+        affine             q⁺ = q ⊙ exp(s1(k)) + t1(k) ; k⁺ = k ⊙ exp(s2(q̄⁺)) + t2(q̄⁺), s = scale_limit · tanh(raw)
+        uncoupled          q⁺ = q + δ g(q) ; k⁺ = k + δ f(k)
+
+    Affine and uncoupled have two networks, the query's first. Then `norm`, where given, and RoPE by `angles` (cos, sin
+    [B or 1, T, 1, r/2] turn the pairs (i, i + r/2) of the first r entries), of the key only if `turn_key`.
+
+    States are float32 (float64 for float64 inputs), networks compute in autocast's dtype or q's own, and results are
+    rounded once. The kernel keeps q, k and the weights for the backward and nothing else.
+    """
+    check(q, k, kind, networks, step, steps, norm, angles)
+    device = q.device.type
+    cast = torch.is_autocast_enabled(device) and q.dtype != torch.float64
+    precision = torch.get_autocast_dtype(device) if cast else q.dtype
+    if taken(impl, q.device, obstacle(q, networks, precision), precision.itemsize > 2) == "reference":
+        return reference.couple(
+            q, k, kind, networks, step, steps, scale_limit, norm, angles, turn_key and angles is not None, precision
+        )
+    named = {"step": step}
+    for i, network in enumerate(networks):
+        named |= {f"{field}{i}": tensor for field, tensor in zip(Network._fields, network, strict=True)}
+    if norm is not None:
+        named |= {"query_gain": norm.query_gain, "key_gain": norm.key_gain}
+    present = {name: tensor for name, tensor in named.items() if tensor is not None}
+    return _couple(
+        q,
+        k,
+        list(angles or ()),
+        list(present.values()),
+        ",".join(present),
+        kind,
+        steps,
+        float(scale_limit),
+        None if norm is None else norm.eps,
+        turn_key and angles is not None,
+        precision,
+    )
+
+
+def obstacle(q: Tensor, networks: tuple[Network, ...], precision: torch.dtype) -> str | None:
+    """What about these tensors keeps the kernel from taking them."""
+    if q.dtype == torch.float64 and q.is_cuda:
+        return "the kernel does not compute in float64"
+    if q.shape[-1] > WIDEST:
+        return f"the kernel takes heads of up to {WIDEST} entries, and these have {q.shape[-1]}"
+    size = sum(held_bytes(network, precision) for network in networks)
+    if size > MOST_BYTES:
+        return f"the kernel holds up to {MOST_BYTES} bytes of matrices, and these are {size}"
+    return None
+
+
+def held_bytes(network: Network, precision: torch.dtype) -> int:
+    """What one key head's matrices take, their sides padded to powers of two."""
+    rows, columns = (max(16, 1 << (side - 1).bit_length()) for side in network.inner.shape[-2:])
+    outer = 0 if network.outer is None else network.outer.shape[-2] // network.inner.shape[-1]
+    return (1 + outer) * rows * columns * precision.itemsize
+
+
+@torch.compiler.assume_constant_result
+def taken(impl: str, device: torch.device, obstacle: str | None, precise: bool) -> str:
+    """The implementation that runs; by itself the kernel is taken for 16-bit products, which it is laid out for."""
+    check_impl(impl)
+    if obstacle is None and impl == "auto" and precise and device.type == "cuda":
+        obstacle = "the products are wider than 16 bits"
+    if obstacle is None:
+        return chosen("couple", impl, device)
+    if impl == "triton":
+        raise ValueError(f"couple: impl='triton' cannot run: {obstacle}; use impl='reference' or 'auto'.")
+    return "reference" if impl == "reference" else announced("couple", device.type, obstacle)
+
+
+def check(
+    q: Tensor,
+    k: Tensor,
+    kind: str,
+    networks: tuple[Network, ...],
+    step: Tensor | None,
+    steps: int,
+    norm: Norm | None,
+    angles: tuple[Tensor, Tensor] | None,
+) -> None:
+    if kind not in KINDS:
+        known = ", ".join(KINDS)
+        raise ValueError(f"kind must be one of {known}{suggestion(kind, KINDS)}, but {kind!r} came.")
+    if q.dim() != 4 or k.dim() != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            "q must have shape [batch, tokens, heads, width] and k [batch, tokens, groups, width], "
+            f"but {list(q.shape)} and {list(k.shape)} came."
+        )
+    B, T, H, D = q.shape
+    G = k.shape[2]
+    if G == 0 or H % G:
+        raise ValueError(f"the key heads must divide the {H} query heads, but {G} came.")
+    if q.dtype != k.dtype or q.device != k.device or not q.is_floating_point():
+        raise ValueError(
+            "q and k must be floating-point tensors of one dtype on one device, "
+            f"but {q.dtype} on {q.device} and {k.dtype} on {k.device} came."
+        )
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, but {steps} came.")
+    wanted = 2 if kind in ("affine", "uncoupled") else 1
+    if len(networks) != wanted:
+        raise ValueError(f"{kind} has {wanted} network{'s' * (wanted > 1)}, but {len(networks)} came.")
+    if (step is None) != (kind == "affine") or (step is not None and step.numel() not in (1, G)):
+        came = "none" if step is None else f"shape {list(step.shape)}"
+        raise ValueError(
+            f"step must be {'absent for affine' if kind == 'affine' else f'a scalar or [{G}, 1, 1]'}, but {came} came."
+        )
+    for network in networks:
+        check_network(network, kind, D, G)
+    gains = () if norm is None else (norm.query_gain, norm.key_gain)
+    for gain in gains:
+        if gain is not None and gain.shape != (D,):
+            raise ValueError(f"a gain must have shape [{D}], but {list(gain.shape)} came.")
+    for angle in angles or ():
+        if angle.dim() != 4 or angle.shape[0] not in (1, B) or angle.shape[1:3] != (T, 1) or 2 * angle.shape[3] > D:
+            raise ValueError(
+                f"angles must be cos and sin of shape [{B} or 1, {T}, 1, at most {D // 2}], "
+                f"but {list(angle.shape)} came."
+            )
+
+
+def check_network(network: Network, kind: str, D: int, G: int) -> None:
+    inner = network.inner
+    lead = (G,) if inner.dim() == 3 else ()
+    h = D if kind == "linear" or inner.dim() < 2 else inner.shape[-2]
+    outputs = 2 * D if kind == "affine" else D
+    layered = kind != "linear" and network.amplitude is None
+    expected: dict[str, tuple[int, ...] | None] = {
+        "inner": (*lead, h, D),
+        "outer": (*lead, outputs, h) if layered else None,
+        "inner_bias": (h,) if kind != "linear" else None,
+        "outer_bias": (outputs,) if layered else None,
+        "amplitude": (*lead, *(1,) * len(lead), h) if kind not in ("linear", "affine") else None,
+    }
+    for name, shape in expected.items():
+        tensor = getattr(network, name)
+        if tensor is None and (shape is None or name not in ("inner", "outer")):
+            continue
+        if tensor is None or shape is None or tuple(tensor.shape) != shape:
+            came = "none" if tensor is None else f"shape {list(tensor.shape)}"
+            wanted = "absent" if shape is None else f"of shape {list(shape)}"
+            raise ValueError(f"the {name} of {kind}'s network must be {wanted}, but {came} came.")
+
+
+@torch.library.custom_op("qklab::couple", mutates_args=())
+def _couple(
+    q: Tensor,
+    k: Tensor,
+    angles: list[Tensor],
+    weights: list[Tensor],
+    names: str,
+    kind: str,
+    steps: int,
+    scale_limit: float,
+    eps: float | None,
+    turn_key: bool,
+    precision: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    from qklab.ops.coupling.triton import forward
+
+    return forward(q, k, angles, weights, names, kind, steps, scale_limit, eps, turn_key, precision)
+
+
+@_couple.register_fake
+def _(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+@torch.library.custom_op("qklab::couple_backward", mutates_args=())
+def _couple_backward(
+    dq: Tensor,
+    dk: Tensor,
+    q: Tensor,
+    k: Tensor,
+    angles: list[Tensor],
+    weights: list[Tensor],
+    names: str,
+    kind: str,
+    steps: int,
+    scale_limit: float,
+    eps: float | None,
+    turn_key: bool,
+    precision: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, and the gradients of all weights in a row: [G or 1, total]."""
+    from qklab.ops.coupling.triton import backward
+
+    return backward(dq, dk, q, k, angles, weights, names, kind, steps, scale_limit, eps, turn_key, precision)
+
+
+@_couple_backward.register_fake
+def _(
+    dq: Tensor, dk: Tensor, q: Tensor, k: Tensor, angles: list[Tensor], weights: list[Tensor], names: str, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, spans = layout(weights, k.shape[2])
+    total = max((stop for _, stop in spans), default=0)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty(q.shape), k.new_empty(k.shape), q.new_empty((rows, total), dtype=wide)
+
+
+def is_per_head(weight: Tensor) -> bool:
+    """Whether every key head has its own: then, and only then, a weight has three axes."""
+    return weight.dim() == 3
+
+
+def layout(weights: list[Tensor], G: int) -> tuple[int, list[tuple[int, int]]]:
+    """How the gradients of the weights lie in a row, and how many rows there are: one, or one for each key head."""
+    spans, start, own = [], 0, False
+    for weight in weights:
+        per_head = is_per_head(weight)
+        own |= per_head
+        stop = start + weight.numel() // (G if per_head else 1)
+        spans.append((start, stop))
+        start = stop
+    return (G if own else 1), spans
+
+
+def keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, angles, weights, *ctx.choices = inputs
+    ctx.turns = len(angles)
+    ctx.save_for_backward(q, k, *angles, *weights)
+
+
+def give_gradients(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Any, ...]:
+    q, k, *rest = ctx.saved_tensors
+    angles, weights = rest[: ctx.turns], rest[ctx.turns :]
+    dq, dk, flat = _couple_backward(dq, dk, q, k, angles, weights, *ctx.choices)
+    _, spans = layout(weights, k.shape[2])
+    gradients = []
+    for weight, (start, stop) in zip(weights, spans, strict=True):
+        part = flat[:, start:stop]
+        part = part if is_per_head(weight) else part.sum(0) if len(part) > 1 else part[0]
+        gradients.append(part.reshape(weight.shape).to(weight.dtype))
+    return dq, dk, [None] * ctx.turns, gradients, *[None] * len(ctx.choices)
+
+
+_couple.register_autograd(give_gradients, setup_context=keep_inputs)

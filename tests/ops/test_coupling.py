@@ -1,0 +1,141 @@
+"""The coupling operation where every machine runs it: dispatch, refusals, precision, compilation."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qklab import Attention, AttentionSpec, CouplingSpec
+from qklab.ops.coupling import Network, Norm, couple
+from qklab.ops.dispatch import announced
+from qklab.testing.contracts import close, within_budget
+
+B, T, H, G, D, h = 2, 5, 4, 2, 6, 7
+
+
+def network(outputs: int = D, dtype: torch.dtype = torch.float64) -> Network:
+    torch.manual_seed(1)
+    shapes = ((h, D), (h,), (outputs, h), (outputs,))
+    return Network(*(torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes))
+
+
+def example(dtype: torch.dtype = torch.float64, **changes: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    angle = torch.randn(1, T, 1, D // 2, dtype=torch.promote_types(dtype, torch.float32))
+    given: dict[str, Any] = {
+        "q": torch.randn(B, T, H, D, dtype=dtype).requires_grad_(),
+        "k": torch.randn(B, T, G, D, dtype=dtype).requires_grad_(),
+        "kind": "leapfrog",
+        "networks": (network(dtype=dtype),),
+        "step": torch.tensor(0.3, dtype=dtype, requires_grad=True),
+        "norm": Norm(1e-6, torch.ones(D, dtype=dtype), None),
+        "angles": (angle.cos(), angle.sin()),
+    }
+    return given | changes
+
+
+def test_gradcheck() -> None:
+    given = example()
+    tensors = [given["q"], given["k"], given["step"], *given["networks"][0][:4]]
+
+    def outputs(q: Tensor, k: Tensor, step: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
+        return couple(**(given | {"q": q, "k": k, "step": step, "networks": (Network(*weights),)}))
+
+    assert torch.autograd.gradcheck(outputs, tensors, fast_mode=True)
+
+
+@pytest.mark.parametrize("kind", ["euler", "leapfrog", "affine", "linear", "uncoupled"])
+@pytest.mark.parametrize("position", ["rope", "none"])
+def test_one_pass_is_the_three_stages(kind: Any, position: Any) -> None:
+    """The layer's fused stages equal coupling, norm and rotation one after the other."""
+    spec = AttentionSpec(
+        width=24, heads=4, kv_heads=2, coupling=CouplingSpec(kind=kind, steps=2), norm="qk", position=position
+    )
+    attention = Attention(spec).double()
+    x = torch.randn(2, 5, 24, dtype=torch.float64)
+    places = attention.locate(x)
+    q, k, _ = attention.project(x)
+    assert attention.couple is not None
+    assert attention.normalise is not None
+    apart = attention.rotate(*attention.normalise(*attention.couple(q, k)), places)
+    for actual, expected in zip(attention.coupled(q, k, places), apart, strict=True):
+        close(actual, expected)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_states_are_wider_than_the_networks(monkeypatch: pytest.MonkeyPatch, autocast: bool) -> None:
+    """Seven steps in bf16 err hardly more than one rounding of the states at the end."""
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    given = example(torch.bfloat16, steps=7, norm=None)
+    wide = example(torch.float64, steps=7, norm=None)
+    for name in ("q", "k", "step"):
+        wide[name] = given[name].double()
+    wide["networks"] = (Network(*(w.double() for w in given["networks"][0][:4])),)
+    wide["angles"] = tuple(angle.double() for angle in given["angles"])
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        outputs = couple(**given)
+    for actual, exact in zip(outputs, couple(**wide), strict=True):
+        assert actual.dtype == torch.bfloat16
+        within_budget(actual, exact * (1 + 2**-8), exact)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_compiles_as_one_graph(backend: str) -> None:
+    given = example()
+    torch._dynamo.reset()
+
+    def stage(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        changed: dict[str, Any] = given | {"q": q, "k": k}
+        return couple(**changed)
+
+    compiled = torch.compile(stage, fullgraph=True, backend=backend)
+    for actual, expected in zip(compiled(given["q"], given["k"]), stage(given["q"], given["k"]), strict=True):
+        close(actual, expected)
+
+
+def test_auto_says_once_what_it_takes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    announced.cache_clear()
+    with caplog.at_level(logging.INFO, logger="qklab"):
+        couple(**example())
+        couple(**example())
+    assert [message[:40] for message in caplog.messages] == ["couple: impl='auto' takes 'reference', si"[:40]]
+
+
+def test_the_kernel_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match=r"^couple: impl='triton' cannot run: .*; use impl='reference' or 'auto'\.$"):
+        couple(**example(), impl="triton")
+    for width, sentence in ((130, "takes heads of up to 128 entries, and these have 130"), (128, "bytes of matrices")):
+        x = torch.zeros(1, 1, 1, width, dtype=torch.float64)
+        wide = example(q=x, k=x, norm=None, angles=None, networks=(Network(torch.zeros(width, width)),), kind="linear")
+        with pytest.raises(ValueError, match=sentence):
+            couple(**wide, impl="triton")
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "kind must be one of euler, symplectic-euler, leapfrog, affine, uncoupled, linear (did you mean": {
+        "kind": "leapfrg"
+    },
+    "q must have shape [batch, tokens, heads, width] and k": {"k": torch.zeros(B, T + 1, G, D)},
+    "the key heads must divide the 4 query heads, but 3 came": {"k": torch.zeros(B, T, 3, D)},
+    "must be floating-point tensors of one dtype on one device, but torch.float64": {"k": torch.zeros(B, T, G, D)},
+    "steps must be at least 1, but 0 came": {"steps": 0},
+    "leapfrog has 1 network, but 2 came": {"networks": (network(), network())},
+    "step must be a scalar or [2, 1, 1], but none came": {"step": None},
+    "step must be a scalar or [2, 1, 1], but shape [3] came": {"step": torch.zeros(3)},
+    "the outer of leapfrog's network must be of shape [6, 7], but shape [12, 7] came": {"networks": (network(12),)},
+    "the inner of leapfrog's network must be of shape": {"networks": (Network(torch.zeros(h, D + 1)),)},
+    "a gain must have shape [6], but [5] came": {"norm": Norm(1e-6, torch.ones(5))},
+    "angles must be cos and sin of shape [2 or 1, 5, 1, at most 3]": {"angles": (torch.zeros(1, T, 1, 4),) * 2},
+    "impl must be one of 'auto', 'reference', 'triton', but 'cuda' came": {"impl": "cuda"},
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_what_does_not_fit_is_refused(sentence: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        couple(**example(**REFUSED[sentence]))
+    assert sentence in str(caught.value)

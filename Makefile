@@ -9,7 +9,7 @@ help:
 	@echo "make demo   every mechanism and its cost; three attentions compared on Python's own library; the report"
 	@echo "make test   run the tests"
 	@echo "make lint   ruff, pyright, import-linter"
-	@echo "make bench  measure the layer's mechanisms against the standard one on this machine"
+	@echo "make bench  measure the layer's mechanisms against the standard one, and the kernels against their bounds"
 	@echo "make docs   redraw the drawings and cost tables of docs/mechanisms"
 
 # torch is installed first and pinned: an open range may pull gigabytes of CUDA packages. One that is there is kept.
@@ -52,6 +52,8 @@ lint: $(VENV)/.dev
 bench: $(VENV)/.qklab
 	@echo "== measuring attention layers on this machine"
 	@$(BIN)/python benchmarks/layer.py $(BENCH_ARGS)
+	@echo "== the bounds of the kernels, which take a GPU"
+	@$(BIN)/python benchmarks/bounds.py
 
 docs: $(VENV)/.qklab
 	@echo "== redrawing docs"

@@ -9,6 +9,7 @@ DRAWINGS: dict[str, Callable[[], Sketch]] = {
     "stages.svg": stages.stages,
     "layer-costs.svg": results.layer_costs,
     "training-step.svg": results.training_step,
+    "coupling-costs.svg": results.coupling_costs,
     "mechanisms/separate.svg": project.separate,
     "mechanisms/shared-key-value.svg": project.shared_key_value,
     "mechanisms/shared-query-key.svg": project.shared_query_key,

@@ -27,6 +27,30 @@ def layer_costs() -> Sketch:
     return s
 
 
+PUBLISHED = 2.4  # standard training with 2.4 times the tokens took the coupled run's wall clock
+
+
+def coupling_costs() -> Sketch:
+    """Training step time with coupling against without: published, compiled by torch, and with our kernel."""
+    compiled: dict[str, Any] = json.loads((RESULTS / "layer-51m-h200.json").read_text(encoding="utf-8"))["training"]
+    fused: dict[str, Any] = json.loads((RESULTS / "coupling-step-51m-h200.json").read_text(encoding="utf-8"))["arms"]
+    rows = [("published", PUBLISHED, "")]
+    for arm in ("euler×1", "leapfrog×1", "leapfrog×7"):
+        plain, own = compiled["activation_bytes"], fused[f"{arm}, fused"]
+        memory = plain[arm] / plain["(Q,K,V)"]
+        rows.append((f"{arm}, compiled", compiled["times"][arm]["ratio"], f"memory × {memory:.2f}"))
+        rows.append((f"{arm}, our kernel", own["ratio"], f"memory × {own['peak_ratio']:.2f}"))
+    s = Sketch(74 + 27 * len(rows), "Cost of coupling in training: published, compiled by torch, with our kernel")
+    s.text(22, 26, "training step against standard attention, 51M, one H200; compiled: by torch", 14, "start")
+    for i, (name, ratio, memory) in enumerate(rows):
+        y, wide = 56 + 27 * i, 230 * (ratio - 1) / (PUBLISHED - 1)
+        s.text(22, y, name, 13, "start")
+        s.bar(190, y - 9, wide, 18, "q" if "our" in name else "k" if memory else "")
+        s.text(198 + wide, y, f"+ {100 * (ratio - 1):.0f} %   {memory}", 12, "start")
+    s.line((190, 42), (190, 46 + 27 * len(rows)), colour=LINE)
+    return s
+
+
 KINDS = {
     "matrix products": "q",
     "attention": "k",

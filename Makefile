@@ -1,6 +1,7 @@
 # Everything runs in .venv, which the first target to need it creates and later ones reuse.
 PYTHON ?= python3
 TORCH  ?= 2.13.0
+OLDEST := 5.17.0
 VENV   := .venv
 BIN    := $(VENV)/bin
 
@@ -32,6 +33,13 @@ $(VENV)/.dev: $(VENV)/.qklab pyproject.toml
 	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
+# What goes with the oldest Transformers lies in a folder of its own, before everything else on the path.
+$(VENV)/.oldest: $(VENV)/.dev
+	@echo "== installing Transformers $(OLDEST), the oldest supported, into $(VENV)/oldest"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/oldest \
+		transformers==$(OLDEST) 'huggingface_hub<2' httpx httpcore h11 anyio
+	@touch $@
+
 demo: $(VENV)/.qklab
 	@echo "== qklab mechanisms: every mechanism, its cost and its cache"
 	@$(BIN)/qklab mechanisms
@@ -40,9 +48,13 @@ demo: $(VENV)/.qklab
 	@echo "== qklab sample: what the standard arm writes, through its key/value cache"
 	@$(BIN)/qklab sample comparisons/stdlib/runs/stdlib/standard/lr0.003-seed0 "    def __init__(self" --tokens 60 --seed 0
 
-test: $(VENV)/.dev
+test: $(VENV)/.oldest
 	@echo "== running the tests"
 	@$(BIN)/python -m pytest -q -n auto $(PYTEST_ARGS)
+ifeq ($(PYTEST_ARGS),)
+	@echo "== running those of Transformers with $(OLDEST), the oldest supported"
+	@PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -q -n auto tests/hf --ignore=tests/hf/test_evaluate.py
+endif
 
 lint: $(VENV)/.dev
 	@echo "== ruff"; $(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -1,6 +1,9 @@
 """The mathematics of the coupling maps: inverses, determinants, symplecticity, energy, folding, identity."""
 
 import itertools
+import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qklab import Attention, AttentionSpec, CouplingSpec, Decoder, recipe
-from qklab.attention.couple import COUPLINGS, Coupling, Forced, invertible
+from qklab.attention.couple import COUPLINGS, Coupling, Forced, group_mean, invertible
 from qklab.attention.force import GradientForce
 from qklab.ops.coupling import reference
 from qklab.testing import randomised
@@ -273,3 +276,31 @@ def test_bfloat16_stays_bfloat16(kind: Any, step_sharing: Any) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = couple(*(u.bfloat16() for u in state(kv_heads=2)))
     assert [u.dtype for u in out] == [torch.bfloat16] * 2
+
+
+def test_a_map_of_your_own_needs_only_its_flow() -> None:
+    """The example of docs/adding-a-mechanism.md, in a layer with QK-norm and RoPE, grouped heads, and a cache."""
+    page = (Path(__file__).parents[2] / "docs/adding-a-mechanism.md").read_text(encoding="utf-8")
+    example = re.findall(r"```\n(class Turn.*?)```", page, re.DOTALL)[0]
+    names: dict[str, Any] = {"Coupling": Coupling, "group_mean": group_mean}
+    exec(example, names)
+    spec = AttentionSpec(width=16, heads=4, kv_heads=2, norm="qk", coupling=CouplingSpec(kind="euler", steps=2))
+    layer = randomised(Attention(spec)).double().eval()
+    turn = names["Turn"](spec).double()
+    torch.nn.init.constant_(turn.step, 0.3)
+    layer.couple = turn
+    x = torch.randn(2, 7, 16, dtype=torch.float64)
+    given, key, _ = layer.project(x)
+    grouped, k = given.unflatten(2, (2, 2)), key
+    for _ in range(2):
+        cos, sin = math.cos(0.3), math.sin(0.3)
+        grouped, k = grouped * cos + k[:, :, :, None] * sin, k * cos - grouped.mean(3) * sin
+    assert layer.normalise is not None
+    places = layer.locate(x)
+    expected = layer.rotate(*layer.normalise(grouped.flatten(2, 3), k), places)
+    for actual, wanted in zip(layer.coupled(given, key, places), expected, strict=True):
+        torch.testing.assert_close(actual, wanted)
+    cache = layer.new_cache(2, 7)
+    with torch.no_grad():
+        pieces = [layer(piece, cache=cache) for piece in x.split(3, 1)]
+        torch.testing.assert_close(torch.cat(pieces, 1), layer(x))

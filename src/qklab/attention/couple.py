@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qklab.attention.force import FORCES, GradientForce, HeadLinear, MLPForce, uniform_
-from qklab.ops.coupling import Network, Norm, couple
+from qklab.ops.coupling import Network, Norm, couple, finished
 from qklab.ops.dispatch import Impl
 
 if TYPE_CHECKING:
@@ -24,9 +24,13 @@ if TYPE_CHECKING:
 
 
 class Coupling(nn.Module):
-    """A map (q, k) → (q⁺, k⁺), n steps with shared parameters. Leaves name their `networks`, and an `unflow` if any."""
+    """A map (q, k) → (q⁺, k⁺), n steps with shared parameters.
 
-    kind: ClassVar[str]
+    Leaves that `qklab.ops.coupling` knows name their `kind` and `networks`; any other defines `flow`. An inverse is
+    `unflow`.
+    """
+
+    kind: ClassVar[str | None] = None
     formula: ClassVar[str]
     invertible: ClassVar[bool] = False
     stepped: ClassVar[bool] = True  # has a learned step size δ
@@ -54,6 +58,9 @@ class Coupling(nn.Module):
         self, q: Tensor, k: Tensor, norm: Norm | None = None, angles: Angles | None = None, turn_key: bool = True
     ) -> tuple[Tensor, Tensor]:
         """q [B, T, H, D], k [B, T, G, D] → the same shapes; normalised and rotated in the same pass where asked for."""
+        if self.kind is None:
+            q, k = self.flow(q.unflatten(2, (self.kv_heads, -1)), k.unsqueeze(3))
+            return finished(q.flatten(2, 3), k.squeeze(3), norm, angles, turn_key)
         return couple(
             q,
             k,
@@ -70,6 +77,10 @@ class Coupling(nn.Module):
 
     def networks(self) -> tuple[Network, ...]:
         """What moves q and k, as the operation takes it."""
+        raise NotImplementedError
+
+    def flow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """The map itself where the operation does not know it: q [B, T, G, R, D], k [B, T, G, 1, D] → the same."""
         raise NotImplementedError
 
     def inverse(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -339,7 +350,12 @@ class Linear(Coupling):
 
 
 COUPLINGS: dict[str, type[Coupling]] = {
-    coupling.kind: coupling for coupling in (Euler, SymplecticEuler, Leapfrog, Affine, Uncoupled, Linear)
+    "euler": Euler,
+    "symplectic-euler": SymplecticEuler,
+    "leapfrog": Leapfrog,
+    "affine": Affine,
+    "uncoupled": Uncoupled,
+    "linear": Linear,
 }
 
 

@@ -101,6 +101,16 @@ def turned(x: Tensor, angles: Pair) -> Tensor:
     return y if rotated == x.shape[-1] else torch.cat([y, x[..., rotated:]], -1)
 
 
+def finished(q: Tensor, k: Tensor, norm: Norm | None, angles: Pair | None, turn_key: bool) -> Pair:
+    """rotate(normalise(q, k)) for q [B, T, H, D], k [B, T, G, D], as `couple` ends."""
+    if norm is not None:
+        gains = (None if gain is None else gain.to(q.dtype) for gain in (norm.query_gain, norm.key_gain))
+        q, k = (F.rms_norm(u, u.shape[-1:], gain, norm.eps) for u, gain in zip((q, k), gains, strict=True))
+    if angles is not None:
+        q, k = turned(q, angles), turned(k, angles) if turn_key else k
+    return q, k
+
+
 MOVED = {"euler": euler, "symplectic-euler": symplectic_euler, "leapfrog": leapfrog, "linear": symplectic_euler}
 
 
@@ -131,10 +141,5 @@ def couple(
             q, k = uncoupled(q, k, step, forces[0], forces[1], steps)
         else:
             q, k = MOVED[kind](q, k, step, forces[0], steps)
-    q, k = q.flatten(2, 3), k.squeeze(3)
-    if norm is not None:
-        gains = (None if gain is None else gain.to(wide) for gain in (norm.query_gain, norm.key_gain))
-        q, k = (F.rms_norm(u, u.shape[-1:], gain, norm.eps) for u, gain in zip((q, k), gains, strict=True))
-    if angles is not None:
-        q, k = turned(q, angles), turned(k, angles) if turn_key else k
+    q, k = finished(q.flatten(2, 3), k.squeeze(3), norm, angles, turn_key)
     return q.to(dtype), k.to(dtype)

@@ -27,7 +27,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, places: Places, bias: 
     Query head h reads key/value head ⌊h·G/H⌋.
     """
     if places.cached and bias is None:
-        return decode(q, k, None if v is k else v, scale=scale, starts=places.starts, lengths=places.lengths)
+        value, angles = (None, places.turns) if v is k else (v, None)
+        return decode(q, k, value, scale=scale, starts=places.starts, lengths=places.lengths, angles=angles)
     if places.blocks is not None and bias is None:
         from torch.nn.attention.flex_attention import flex_attention
 

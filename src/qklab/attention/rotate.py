@@ -95,10 +95,17 @@ class RopeOnRead(Unrotated):
 
     formula = "q_i ← R_i q_i ; v_j = k_j ; k_j ← R_j k_j on reading"
 
+    def __init__(self, spec: AttentionSpec):
+        super().__init__(spec)
+        # differential attention's values are not its keys but pairs of them, and a bias keeps scores out of `decode`
+        self.left_to_mix = spec.mix != "differential" and not spec.asymmetry_2d
+
     def turning(self, places: Places) -> tuple[Angles | None, bool]:
         return places.angles, False
 
     def read(self, k: Tensor, v: Tensor | None, places: Places) -> tuple[Tensor, Tensor]:
+        if self.left_to_mix and places.turns is not None and not self.training:
+            return k, k  # attention turns the keys of a cache as it reads them
         return turned(k, places.key_angles), k
 
 

@@ -125,11 +125,19 @@ REFUSED: dict[str, dict[str, Any]] = {
     "steps must be at least 1, but 0 came": {"steps": 0},
     "leapfrog has 1 network, but 2 came": {"networks": (network(), network())},
     "step must be a scalar or [2, 1, 1], but none came": {"step": None},
-    "step must be a scalar or [2, 1, 1], but shape [3] came": {"step": torch.zeros(3)},
+    "step must be a scalar or [2, 1, 1], but shape [2] came": {"step": torch.zeros(2)},
+    "step must be a scalar or [2, 1, 1], but shape [1, 1, 1] came": {"step": torch.zeros(1, 1, 1)},
+    "both networks must have one set of matrices for all key heads, or both one for each": {
+        "kind": "uncoupled",
+        "networks": (network(), Network(torch.zeros(G, h, D), None, torch.zeros(G, D, h))),
+    },
     "the outer of leapfrog's network must be of shape [6, 7], but shape [12, 7] came": {"networks": (network(12),)},
     "the inner of leapfrog's network must be of shape": {"networks": (Network(torch.zeros(h, D + 1)),)},
     "a gain must have shape [6], but [5] came": {"norm": Norm(1e-6, torch.ones(5))},
     "angles must be cos and sin of shape [2 or 1, 5, 1, at most 3]": {"angles": (torch.zeros(1, T, 1, 4),) * 2},
+    "angles must be cos and sin of one shape, but [1, 5, 1, 3] and [1, 5, 1, 2] came": {
+        "angles": (torch.zeros(1, T, 1, 3), torch.zeros(1, T, 1, 2))
+    },
     "impl must be one of 'auto', 'reference', 'triton', but 'cuda' came": {"impl": "cuda"},
 }
 

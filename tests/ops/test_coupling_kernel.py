@@ -4,10 +4,10 @@ Triton decides on import whether it compiles or interprets, so the interpreter c
 """
 
 import importlib.util
-import itertools
 import os
 import subprocess
 import sys
+import types
 from typing import Any, NamedTuple
 
 import pytest
@@ -33,7 +33,7 @@ class Case(NamedTuple):
     R: int = 1
     D: int = 12
     h: int = 10
-    T: int = 21
+    T: int = 9
     G: int = 2
     per_head: bool = False
     gradient: bool = False
@@ -41,28 +41,40 @@ class Case(NamedTuple):
     turned: int = 0  # pairs that RoPE turns
     turn_key: bool = True
     tables: int = 1  # 2: angles of their own for each row
+    views: bool = False  # q and k are views of one projection of more tokens
 
 
+# With R = 1 (and one step of euler) the first evaluation is read from q and dk: one and three steps of every kind.
 CASES = [
     Case("euler"),
     Case("euler", steps=3, R=2, norm=True, turned=6),
     Case("euler", per_head=True, gradient=True, turned=4, turn_key=False),
-    Case("symplectic-euler", turned=6),
+    Case("euler", steps=3, D=16, turned=8),
+    Case("symplectic-euler", D=16, turned=8),
     Case("symplectic-euler", steps=3, R=3, per_head=True, norm=True, turned=6, tables=2),
-    Case("symplectic-euler", steps=2, gradient=True, D=16, h=16),
+    Case("symplectic-euler", steps=3, gradient=True, D=16, h=16),
     Case("linear", turned=6),
+    Case("linear", steps=3, D=16, turned=8),
     Case("linear", steps=3, R=2, per_head=True, norm=True, turned=2, turn_key=False),
-    Case("leapfrog", turned=6, h=40, D=34, T=9),
+    Case("leapfrog", turned=6, h=20, D=18, views=True),
     Case("leapfrog", norm=True, R=2, turned=6),
     Case("leapfrog", steps=3, turned=6, tables=2),
     Case("leapfrog", steps=3, R=2, per_head=True, norm=True, turned=4, h=8),
     Case("leapfrog", gradient=True, norm=True, h=20),
     Case("leapfrog", D=13, T=1),
+    Case("leapfrog", D=24, turned=12),
     Case("affine", turned=6, h=20),
     Case("affine", steps=3, R=2, norm=True, turned=6, tables=2),
     Case("affine", R=2, per_head=True, turned=4, turn_key=False),
     Case("uncoupled", turned=6, norm=True),
     Case("uncoupled", steps=3, R=2, per_head=True, gradient=True, turned=4, turn_key=False),
+    # no block reaches over the end of a row; where all of a head of 16 turns, the forced maps mask nothing
+    Case("euler", D=16, T=64, G=1, turned=4, views=True),
+    Case("leapfrog", norm=True, D=16, T=64, G=1, turned=8, tables=2, views=True),
+    Case("leapfrog", steps=3, D=16, T=32, turned=8, views=True),
+    Case("symplectic-euler", R=2, T=64, G=1, views=True),
+    Case("affine", D=16, T=64, G=1, turned=8, views=True),
+    Case("uncoupled", D=16, T=64, G=1, turned=8, views=True),
 ]
 WIDE_CASES = [  # what models have; too slow for the interpreter
     Case("euler", D=64, h=64, T=300, turned=32),
@@ -78,6 +90,9 @@ WIDE_CASES = [  # what models have; too slow for the interpreter
     Case("affine", D=64, h=128, T=130, turned=32),
     Case("affine", steps=2, D=64, h=128, T=130, R=2, norm=True, turned=32),
     Case("uncoupled", steps=2, D=64, h=32, T=130, turned=32),
+    Case("leapfrog", D=64, h=64, T=256, norm=True, turned=32, views=True),
+    Case("leapfrog", steps=7, D=64, h=64, T=128, turned=32, views=True),
+    Case("euler", D=128, h=128, T=128, G=8, turned=64, views=True),
 ]
 
 
@@ -87,11 +102,22 @@ def test_the_kernel_in_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stdout + answer.stderr
-    ran = len(CASES) + 3 * len(LOW) + 7  # what needs a real GPU, and this test, are skipped
+    ran = len(CASES) + len(LOW) + 9  # what needs a real GPU, and this test, are skipped
     assert f"{ran} passed" in answer.stdout
 
 
-LOW = [CASES[i] for i in (1, 11, 15, 18)]  # also in lower precision in the interpreter
+LOW = [  # also in lower precision in the interpreter, which cuts to bf16 what a GPU rounds
+    (Case("euler", steps=3, R=2, norm=True, turned=6, T=5, G=1), torch.float16),
+    (Case("euler", turned=6, T=5, G=1), torch.bfloat16),
+    (Case("symplectic-euler", D=16, turned=8, T=5), torch.float16),
+    (Case("linear", steps=3, T=5, G=1), torch.bfloat16),
+    (Case("leapfrog", steps=2, norm=True, turned=4, T=5, G=1), torch.float32),
+    (Case("leapfrog", D=16, turned=8, T=5, G=1), torch.float16),
+    (Case("leapfrog", steps=3, turned=6, T=5, G=1), torch.float16),
+    (Case("affine", steps=2, R=2, norm=True, turned=6, T=5, G=1), torch.float16),
+    (Case("affine", turned=6, T=5, G=1), torch.float16),
+    (Case("uncoupled", steps=2, per_head=True, gradient=True, turned=4, turn_key=False, T=5, G=1), torch.float16),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -100,10 +126,47 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
         from qklab.ops.coupling import triton
 
-        monkeypatch.setattr(triton, "launch", lambda *_: triton.Launch(block=16, programs=3, slice=16))
-        monkeypatch.setattr(triton, "WORKSPACE", 2**17)
+        def launch(direction: str, *_: Any) -> Any:
+            return triton.Launch(block=16, programs=3 if direction == "weights" else 1, slice=16)
+
+        monkeypatch.setattr(triton, "launch", launch)
+        monkeypatch.setattr(triton, "WORKSPACE", 2**14)
+        refuse_strays(monkeypatch)
     # oneDNN's low-precision products need instructions not every machine grants
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+
+
+def refuse_strays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter read and write nothing but the tensors that a kernel was given."""
+    from triton.runtime import interpreter
+
+    from qklab.ops.coupling import triton
+
+    run, load, store = triton.run, interpreter._interpreter.load, interpreter._interpreter.store
+    spans: list[tuple[int, int]] = []
+
+    def check(places: Any, mask: Any) -> None:
+        places = places[mask]
+        if places.size:
+            first, last = places.min(), places.max()
+            assert any(start <= first and last < stop for start, stop in spans), "outside of all tensors"
+
+    def checked_load(places: Any, mask: Any, *rest: Any) -> Any:
+        check(places, mask)
+        return load(places, mask, *rest)
+
+    def checked_store(places: Any, values: Any, mask: Any) -> Any:
+        check(places, mask)
+        return store(places, values, mask)
+
+    def checked_run(kernel: Any, programs: int, *arguments: Any, **choices: Any) -> None:
+        storages = {a.untyped_storage().data_ptr(): a.untyped_storage() for a in arguments if isinstance(a, Tensor)}
+        spans[:] = [(start, start + storage.nbytes()) for start, storage in storages.items()]
+        run(kernel, programs, *arguments, **choices)
+
+    monkeypatch.setattr(triton, "run", checked_run)
+    fake = types.SimpleNamespace(**{**vars(interpreter._interpreter), "load": checked_load, "store": checked_store})
+    monkeypatch.setattr(interpreter, "_interpreter", fake)
 
 
 def example(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Any]:
@@ -121,15 +184,19 @@ def example(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Any]:
     def network() -> Network:
         if case.kind == "linear":
             return Network(draw(*lead, D, D, scale=D**-0.5))
-        inner, bias = draw(*lead, h, D, scale=D**-0.5), None if case.per_head else draw(h)
+        inner, bias = draw(*lead, h, D, scale=D**-0.5), draw(h)
         if case.gradient:
             return Network(inner, bias, amplitude=draw(*lead, *(1,) * len(lead), h))
         outer = draw(*lead, outputs, h, scale=0.5 * h**-0.5)
-        return Network(inner, bias, outer, None if case.per_head else draw(outputs, scale=0.5))
+        return Network(inner, bias, outer, None if case.R == 3 else draw(outputs, scale=0.5))
 
+    q, k = draw(2, case.T, G * case.R, D), draw(2, case.T, G, D)
+    if case.views:
+        both = draw(2, case.T + 3, G * (case.R + 2), D).detach()
+        q, k, _ = (x.requires_grad_() for x in both[:, 1:-2].split((G * case.R, G, G), 2))
     given: dict[str, Any] = {
-        "q": draw(2, case.T, G * case.R, D),
-        "k": draw(2, case.T, G, D),
+        "q": q,
+        "k": k,
         "networks": tuple(network() for _ in range(2 if case.kind in ("affine", "uncoupled") else 1)),
         "kind": case.kind,
         "steps": case.steps,
@@ -167,13 +234,15 @@ def widened(given: Any) -> Any:
 
 
 def with_gradients(given: dict[str, Any], impl: Impl) -> list[Tensor]:
-    """q⁺, k⁺ and the gradients of a fixed weighing of both."""
+    """q⁺, k⁺ and the gradients of a fixed weighing of both, whose strides are those of attention's gradients."""
     q, k = couple(**given, impl=impl)
     source = torch.Generator().manual_seed(5)
-    weigh = [torch.randn(y.shape, generator=source).to(DEVICE, torch.bfloat16) for y in (q, k)]
-    loss = sum((y * w.to(y.dtype)).sum() for y, w in zip((q, k), weigh, strict=True))
-    assert isinstance(loss, Tensor)
-    return [q.detach(), k.detach(), *torch.autograd.grad(loss, leaves(given))]
+    weigh = []
+    for y in (q, k):
+        B, T, heads, D = y.shape
+        w = torch.randn((B, heads, T + 1, D), generator=source).to(torch.bfloat16)
+        weigh.append(w.to(DEVICE, y.dtype)[:, :, 1:].transpose(1, 2))
+    return [q.detach(), k.detach(), *torch.autograd.grad((q, k), leaves(given), weigh)]
 
 
 def stacked(runs: list[list[Tensor]]) -> list[Tensor]:
@@ -191,14 +260,10 @@ def test_in_float64_it_is_the_reference(case: Case) -> None:
 
 
 @on_kernel
-@pytest.mark.parametrize(
-    ("case", "dtype"),
-    [*itertools.product(LOW, [torch.float32, torch.bfloat16, torch.float16])]
-    + [(case, torch.bfloat16) for case in CASES + WIDE_CASES if GPU and case not in LOW],
-)
+@pytest.mark.parametrize(("case", "dtype"), [*LOW, *((case, torch.bfloat16) for case in CASES + WIDE_CASES if GPU)])
 def test_errors_stay_within_the_budget(case: Case, dtype: torch.dtype) -> None:
     """Over several draws, since one error of a single number, as the step's gradient is, says little."""
-    draws = [example(case, dtype, seed) for seed in range(8 if GPU else 2)]
+    draws = [example(case, dtype, seed) for seed in range(8 if GPU else 4)]
     exact = stacked([with_gradients(widened(given), "reference") for given in draws])
     low = stacked([with_gradients(given, "reference") for given in draws])
     for actual, other, true in zip(
@@ -209,24 +274,31 @@ def test_errors_stay_within_the_budget(case: Case, dtype: torch.dtype) -> None:
 
 
 @on_kernel
-def test_views_of_one_projection_are_taken_as_they_are() -> None:
-    case = Case("leapfrog", R=2, turned=6)
-    given = example(case, torch.float32)
-    plain = with_gradients(given, "triton")
-    H, G = 4, 2
-    fused = torch.cat([given["q"].detach(), given["k"].detach(), given["k"].detach()], 2).flatten(2)
-    fused = fused.unflatten(-1, (H + 2 * G, case.D))
-    spread = given | {"q": fused[:, :, :H].requires_grad_(), "k": fused[:, :, H : H + G].requires_grad_()}
-    assert not spread["q"].is_contiguous()
-    assert all(map(torch.equal, with_gradients(spread, "triton"), plain))
-    turned_round = given | {
-        name: given[name].detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for name in "qk"
-    }
-    assert all(map(torch.equal, with_gradients(turned_round, "triton"), plain))
+@pytest.mark.parametrize("kind", ["leapfrog", "euler"])
+def test_wide_states_with_narrow_products(kind: str) -> None:
+    """Under autocast q and dk do not hold what the products took."""
+    given = example(Case(kind, turned=6, T=5), torch.float32)
+    exact = with_gradients(widened(given), "reference")
+    with torch.autocast(DEVICE, torch.float16):
+        actual = with_gradients(given, "triton")
+    for ours, true in zip(actual, exact, strict=True):
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours.double(), true, rtol=0, atol=2e-3 * float(true.abs().max()))
 
 
 @on_kernel
-@pytest.mark.parametrize("case", [CASES[11], CASES[15]])
+def test_any_strides_are_taken_as_they_are() -> None:
+    given = example(Case("leapfrog", R=2, turned=6, T=5), torch.float32)
+    plain = with_gradients(given, "triton")
+    turned_round = {name: given[name].detach().transpose(1, 2).contiguous().transpose(1, 2) for name in "qk"}
+    cos, sin = given["angles"]
+    given |= {name: x.requires_grad_() for name, x in turned_round.items()}
+    given["angles"] = cos, torch.cat([sin, cos], -1)[..., : cos.shape[-1]]
+    assert all(map(torch.equal, with_gradients(given, "triton"), plain))
+
+
+@on_kernel
+@pytest.mark.parametrize("case", [CASES[13]._replace(T=5), CASES[18]._replace(T=5, steps=2)])
 def test_every_output_is_written_and_repeats_are_bit_equal(case: Case) -> None:
     given = example(case, torch.float32)
     before = with_gradients(given, "triton")
@@ -249,7 +321,9 @@ def test_nothing_comes_of_nothing() -> None:
 
 
 @on_kernel
-@pytest.mark.parametrize("case", [Case("leapfrog", norm=True, turned=6, T=5), Case("affine", per_head=True, T=5)])
+@pytest.mark.parametrize(
+    "case", [Case("leapfrog", norm=True, turned=6, T=3, G=1), Case("affine", per_head=True, T=3, G=1)]
+)
 def test_opcheck(case: Case) -> None:
     given = example(case, torch.float32)
     named = {"step": given.get("step")}

@@ -57,9 +57,9 @@ def affine_forward(
     p_cos,
     p_sin,
     p_qw1,  # [G or 1, h, D], the network that moves the query
-    p_qb1,  # [G or 1, h] or None
+    p_qb1,  # [h] or None
     p_qw2,  # [G or 1, 2D, h]
-    p_qb2,  # [G or 1, 2D] or None
+    p_qb2,  # [2D] or None
     p_kw1,  # the network that moves the key
     p_kb1,
     p_kw2,
@@ -105,15 +105,7 @@ def affine_forward(
     m_h = o_h < WIDTH
     o_d, m_d = column_of(tl.arange(0, DP), D, TURNED)
     b_qw1, b_qw2, b_qw3 = load_network(p_qw1, p_qw2, i_w, o_h, m_h, o_d, m_d, WIDTH, D, DOT)
-    if p_qb1 is not None:
-        p_qb1 += i_w * WIDTH
-    if p_qb2 is not None:
-        p_qb2 += i_w * 2 * D
     b_kw1, b_kw2, b_kw3 = load_network(p_kw1, p_kw2, i_w, o_h, m_h, o_d, m_d, WIDTH, D, DOT)
-    if p_kb1 is not None:
-        p_kb1 += i_w * WIDTH
-    if p_kb2 is not None:
-        p_kb2 += i_w * 2 * D
     b_gain_q, b_gain_k = load_gain(p_gain_q, o_d, m_d, WIDE), load_gain(p_gain_k, o_d, m_d, WIDE)
 
     for i_tile in tl.range(first, last, stride, num_stages=STAGES):
@@ -221,19 +213,11 @@ def affine_backward(
     m_h = o_h < WIDTH
     o_d, m_d = column_of(tl.arange(0, DP), D, TURNED)
     b_qw1, b_qw2, b_qw3 = load_network(p_qw1, p_qw2, i_w, o_h, m_h, o_d, m_d, WIDTH, D, DOT)
-    if p_qb1 is not None:
-        p_qb1 += i_w * WIDTH
-    if p_qb2 is not None:
-        p_qb2 += i_w * 2 * D
     b_kw1, b_kw2, b_kw3 = load_network(p_kw1, p_kw2, i_w, o_h, m_h, o_d, m_d, WIDTH, D, DOT)
-    if p_kb1 is not None:
-        p_kb1 += i_w * WIDTH
-    if p_kb2 is not None:
-        p_kb2 += i_w * 2 * D
     b_gain_q, b_gain_k = load_gain(p_gain_q, o_d, m_d, WIDE), load_gain(p_gain_k, o_d, m_d, WIDE)
     p_sums += tl.program_id(0).to(tl.int64) * (2 * D)
-    begin_sum(p_sums, p_gain_q, o_d, m_d, True)
-    begin_sum(p_sums + D, p_gain_k, o_d, m_d, True)
+    begin_sum(p_sums, p_gain_q, o_d, m_d)
+    begin_sum(p_sums + D, p_gain_k, o_d, m_d)
     tl.debug_barrier()
     SIZE: tl.constexpr = BM * DP
 
@@ -380,8 +364,6 @@ def affine_weights(
     m_h = o_h < WIDTH
     o_d, m_d = column_of(tl.arange(0, DP), D, TURNED)
     b_w1, b_w2, b_w3 = load_network(p_w1, p_w2, i_w, o_h, m_h, o_d, m_d, WIDTH, D, DOT)
-    if p_b1 is not None:
-        p_b1 += i_w * WIDTH
     b_dw1, b_dw2, b_dw3 = tl.zeros([SLICE, DP], WIDE), tl.zeros([SLICE, DP], WIDE), tl.zeros([SLICE, DP], WIDE)
     b_db1 = tl.zeros([BM // 16, 8, SLICE], WIDE)
     b_db2, b_db3 = tl.zeros([16, DP], WIDE), tl.zeros([16, DP], WIDE)

@@ -70,10 +70,8 @@ def alone_forward(
     b_w2 = b_w1
     if FORCE == MLP:
         b_w2 = load_matrix(p_w2 + i_w * WIDTH * D, o_h, m_h, 1, o_d, m_d, WIDTH, DOT)
-    if p_b1 is not None:
-        p_b1 += i_w * WIDTH
-    if p_b2 is not None:
-        p_b2 += i_w * (WIDTH if FORCE == GRADIENT else D)
+    if FORCE == GRADIENT:
+        p_b2 += i_w * WIDTH
     b_gain = load_gain(p_gain, o_d, m_d, WIDE)
     for i_block in tl.range(
         tl.program_id(0) // HEADS, tl.cdiv(rows, BM), tl.num_programs(0) // HEADS, num_stages=STAGES
@@ -164,18 +162,16 @@ def alone_backward(
         b_w2 = load_matrix(p_w2 + i_w * WIDTH * D, o_h, m_h, 1, o_d, m_d, WIDTH, DOT)
         b_dw2 = tl.zeros([HP, DP], WIDE)
     b_gain, b_dstep, b_dw1 = load_gain(p_gain, o_d, m_d, WIDE), tl.zeros([BM], WIDE), tl.zeros([HP, DP], WIDE)
-    if p_b1 is not None:
-        p_b1 += i_w * WIDTH
-    if p_b2 is not None:
-        p_b2 += i_w * (WIDTH if FORCE == GRADIENT else D)
+    if FORCE == GRADIENT:
+        p_b2 += i_w * WIDTH
     p_sums += tl.program_id(0).to(tl.int64) * total
     p_db1, p_db2 = p_sums + o_b1, p_sums + o_b2
-    begin_sum(p_db1, p_b1, o_h, m_h, True)
+    begin_sum(p_db1, p_b1, o_h, m_h)
     if FORCE == GRADIENT:
-        begin_sum(p_db2, p_b2, o_h, m_h, True)
+        begin_sum(p_db2, p_b2, o_h, m_h)
     else:
-        begin_sum(p_db2, p_b2, o_d, m_d, True)
-    begin_sum(p_sums + o_gain, p_gain, o_d, m_d, True)
+        begin_sum(p_db2, p_b2, o_d, m_d)
+    begin_sum(p_sums + o_gain, p_gain, o_d, m_d)
     tl.debug_barrier()
     for i_block in tl.range(
         tl.program_id(0) // HEADS, tl.cdiv(rows, BM), tl.num_programs(0) // HEADS, num_stages=STAGES
@@ -207,9 +203,9 @@ def alone_backward(
         for i_back in range(STEPS):
             if STEPS > 1:
                 b_x = tl.load(p_state + (STEPS - 1 - i_back) * BM * DP)
-            b_du, b_along, _, b_dw1, b_dw2 = force_backward(
+            b_du, b_along, b_dw1, b_dw2 = force_backward(
                 b_x, b_dx, step, b_w1, p_b1, b_w2, p_b2, b_dw1, p_db1, b_dw2, p_db2,
-                o_h, m_h, o_d, m_d, False, True, True, FORCE, DOT, FAST,
+                o_h, m_h, o_d, m_d, FORCE, DOT, FAST,
             )  # fmt: skip
             b_dstep += b_along
             b_dx += b_du

@@ -17,8 +17,8 @@ MOST_BYTES = 100 * 2**10  # of matrices, which lie in a multiprocessor's shared 
 class Network(NamedTuple):
     """What moves a state u [·, D]: f(u) = W2 silu(W1 u + b1) + b2; or −W1ᵀ(a ⊙ σ(W1 u + b1)); or W1 u.
 
-    Every matrix may have a leading G, one for each key head. The outer layer of an affine map's network has 2D rows,
-    first those of the scale and then those of the shift.
+    Every matrix may have a leading G, one for each key head, which share the biases. The outer layer of an affine map's
+    network has 2D rows, first those of the scale and then those of the shift.
     """
 
     inner: Tensor  # W1 [h, D]
@@ -127,7 +127,6 @@ def objection(q: Tensor, kind: str, precision: torch.dtype) -> str | None:
     return None
 
 
-@torch.compiler.assume_constant_result
 def taken(impl: str, device: torch.device, obstacle: str | None, objection: str | None) -> str:
     """The implementation that runs."""
     check_impl(impl)
@@ -138,6 +137,10 @@ def taken(impl: str, device: torch.device, obstacle: str | None, objection: str 
     if impl == "triton":
         raise ValueError(f"couple: impl='triton' cannot run: {obstacle}; use impl='reference' or 'auto'.")
     return "reference" if impl == "reference" else announced("couple", device.type, obstacle)
+
+
+# what torch.compiler.assume_constant_result does; calling it would import the whole compiler with qklab
+setattr(taken, "_dynamo_marked_constant", True)  # noqa: B010
 
 
 def check(
@@ -172,13 +175,16 @@ def check(
     wanted = 2 if kind in ("affine", "uncoupled") else 1
     if len(networks) != wanted:
         raise ValueError(f"{kind} has {wanted} network{'s' * (wanted > 1)}, but {len(networks)} came.")
-    if (step is None) != (kind == "affine") or (step is not None and step.numel() not in (1, G)):
+    scalar = step is not None and step.numel() == 1 and step.dim() < 3
+    if (step is None) != (kind == "affine") or (step is not None and not scalar and step.shape != (G, 1, 1)):
         came = "none" if step is None else f"shape {list(step.shape)}"
         raise ValueError(
             f"step must be {'absent for affine' if kind == 'affine' else f'a scalar or [{G}, 1, 1]'}, but {came} came."
         )
     for network in networks:
         check_network(network, kind, D, G)
+    if len({network.inner.dim() for network in networks}) > 1:
+        raise ValueError("both networks must have one set of matrices for all key heads, or both one for each.")
     gains = () if norm is None else (norm.query_gain, norm.key_gain)
     for gain in gains:
         if gain is not None and gain.shape != (D,):
@@ -189,6 +195,9 @@ def check(
                 f"angles must be cos and sin of shape [{B} or 1, {T}, 1, at most {D // 2}], "
                 f"but {list(angle.shape)} came."
             )
+    if angles is not None and angles[0].shape != angles[1].shape:
+        came = " and ".join(str(list(angle.shape)) for angle in angles)
+        raise ValueError(f"angles must be cos and sin of one shape, but {came} came.")
 
 
 def check_network(network: Network, kind: str, D: int, G: int) -> None:

@@ -1,7 +1,7 @@
-"""The kernels: persistent programs, each with the tokens of one key head, its weights loaded once.
+"""The kernels of the forced maps: persistent programs, each with some tiles (`share_of`), its weights loaded once.
 
-Program p owns key head p mod G and every (P/G)-th block of tokens. Weight gradients are summed in registers over a
-program's blocks and written to the program's own row of a workspace, so nothing is added in an order that may change.
+Weight gradients are summed in registers over a program's tiles and written to the program's own row of a workspace, so
+nothing is added in an order that may change.
 
 Between the query heads of a group nothing differs but where they started: a map moves the group's mean q̄ together with
 the key, and q_r follows as (q_r − q̄) ⊙ E + q̄⁺, with E = 1 except for the affine map. README.md derives the backward.
@@ -44,9 +44,9 @@ def load_matrix(p_w, o_row, m_row, row, o_col, m_col, col, DOT: tl.constexpr):
 
 
 @triton.jit
-def begin_sum(p_sum, p_b, o_b, m_b, NEEDED: tl.constexpr):
+def begin_sum(p_sum, p_b, o_b, m_b):
     """Zeros where the gradient of p_b, if it exists, is going to be summed."""
-    if NEEDED and p_b is not None:
+    if p_b is not None:
         tl.store(p_sum + o_b, tl.zeros([o_b.shape[0]], p_sum.dtype.element_ty), mask=m_b)
 
 
@@ -190,9 +190,9 @@ def forced_forward(
     p_sin,
     p_step,  # [G or 1]
     p_w1,  # [G or 1, h, D]
-    p_b1,  # [G or 1, h] or None
+    p_b1,  # [h] or None
     p_w2,  # [G or 1, D, h] or None
-    p_b2,  # [G or 1, D], the amplitudes [G or 1, h] of a gradient force, or None
+    p_b2,  # [D] or None; the amplitudes [G or 1, h] of a gradient force
     p_gain_q,  # [D] or None
     p_gain_k,
     p_q_out,  # [B, T, H, D], contiguous
@@ -242,13 +242,10 @@ def forced_forward(
     b_w2 = b_w1
     if FORCE == MLP:
         b_w2 = load_matrix(p_w2 + i_w * WIDTH * D, o_h, m_h, 1, o_d, m_d, WIDTH, DOT)  # [h, D]
-    if p_b1 is not None:
-        p_b1 += i_w * WIDTH
-    if p_b2 is not None:
-        p_b2 += i_w * (WIDTH if FORCE == GRADIENT else D)
-    b_b1, b_b2 = load_vector(p_b1, o_h, m_h, WIDE), load_vector(p_b2, o_d, m_d, WIDE)
     if FORCE == GRADIENT:
-        b_b2 = load_vector(p_b2, o_h, m_h, WIDE)
+        p_b2 += i_w * WIDTH
+    b_b1 = load_vector(p_b1, o_h, m_h, WIDE)
+    b_b2 = load_vector(p_b2, o_h, m_h, WIDE) if FORCE == GRADIENT else load_vector(p_b2, o_d, m_d, WIDE)
     b_gain_q, b_gain_k = load_gain(p_gain_q, o_d, m_d, WIDE), load_gain(p_gain_k, o_d, m_d, WIDE)
 
     for i_tile in tl.range(first, last, stride, num_stages=STAGES):
@@ -366,14 +363,12 @@ def forced_backward(
     b_w2 = b_w1
     if FORCE == MLP:
         b_w2 = load_matrix(p_w2 + i_w * WIDTH * D, o_h, m_h, 1, o_d, m_d, WIDTH, DOT)  # [h, D]
-    if p_b1 is not None:
-        p_b1 += i_w * WIDTH
-    if p_b2 is not None:
-        p_b2 += i_w * (WIDTH if FORCE == GRADIENT else D)
+    if FORCE == GRADIENT:
+        p_b2 += i_w * WIDTH
     p_sums += tl.program_id(0).to(tl.int64) * (1 + 2 * D)
     p_dgain_q, p_dgain_k = p_sums + 1, p_sums + 1 + D
-    begin_sum(p_dgain_q, p_gain_q, o_d, m_d, True)
-    begin_sum(p_dgain_k, p_gain_k, o_d, m_d, True)
+    begin_sum(p_dgain_q, p_gain_q, o_d, m_d)
+    begin_sum(p_dgain_k, p_gain_k, o_d, m_d)
     tl.debug_barrier()
     b_gain_q, b_gain_k = load_gain(p_gain_q, o_d, m_d, WIDE), load_gain(p_gain_k, o_d, m_d, WIDE)
     b_dstep = tl.zeros([BM], WIDE)
@@ -434,7 +429,6 @@ def forced_backward(
         )
         if p_gain_k is not None:
             add_columns(p_dgain_k, b_unit, o_d, m_d)
-        b_shift = b_q
         if R == 1:
             b_dq = load_rows(p_dqueries, m_rows, o_j, D, TURNED, p_dq_out.dtype.element_ty, EVEN)
             b_dq, b_unit = finish_backward(
@@ -504,7 +498,7 @@ def forced_backward(
             for i_r in range(R):
                 b_y = load_rows(p_queries + i_r * q_h, m_rows, o_j, D, TURNED, WIDE, EVEN) + b_shift
                 b_dhead = load_rows(p_dqueries + i_r * dq_h, m_rows, o_j, D, TURNED, WIDE, EVEN)
-                b_dhead, _ = finish_backward(b_dhead, b_y, b_gain_q, b_cos, b_sin, eps, NORM, TURNED, D)
+                b_dhead, b_unit = finish_backward(b_dhead, b_y, b_gain_q, b_cos, b_sin, eps, NORM, TURNED, D)
                 store_rows(p_dq + o_first * R + i_r * D + o_out * R, m_rows, o_j, b_dhead + b_dq, D, TURNED, EVEN)
 
     tl.store(p_sums, tl.sum(b_dstep, 0))
@@ -661,10 +655,8 @@ def forced_weights(
     b_w2 = b_w1
     if FORCE == MLP:
         b_w2 = load_matrix(p_w2 + i_w * WIDTH * D, o_h, m_h, 1, o_d, m_d, WIDTH, DOT)  # [h, D]
-    if p_b1 is not None:
-        p_b1 += i_w * WIDTH
-    if p_b2 is not None:
-        p_b2 += i_w * (WIDTH if FORCE == GRADIENT else D)
+    if FORCE == GRADIENT:
+        p_b2 += i_w * WIDTH
     b_dw1 = tl.zeros([o_h.shape[0], DP], WIDE)
     b_dw2, b_db1, b_db2 = tl.zeros([1, 1], WIDE), tl.zeros([1, 1, 1], WIDE), tl.zeros([1, 1], WIDE)
     if FORCE == MLP:
@@ -676,7 +668,7 @@ def forced_weights(
 
     if LEAN:
         count = units(tiles, program, programs, 1, HEADED)
-        i_tile = unit_of(0, program, programs, 1, HEADED)
+        i_tile = tl.minimum(unit_of(0, program, programs, 1, HEADED), tiles - 1)  # a program may have none
         b_next_u, b_next_dy = load_first(
             p_work, p_q, p_dk, i_tile, begin, q_b, q_t, q_h, rows, T, KIND, G, D, DP, TURNED, WIDE, BM, EVEN
         )

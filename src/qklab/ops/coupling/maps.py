@@ -16,7 +16,6 @@ import triton.language as tl
 EULER = tl.constexpr(0)
 KICK_DRIFT = tl.constexpr(1)
 LEAPFROG = tl.constexpr(2)
-AFFINE = tl.constexpr(3)
 
 MLP = tl.constexpr(0)
 GRADIENT = tl.constexpr(1)
@@ -246,73 +245,34 @@ def pulled_back(
 
 @triton.jit
 def force_backward(
-    b_u,
-    b_dy,
-    factor,
-    b_w1,
-    p_b1,
-    b_w2,
-    p_b2,
-    b_dw1,
-    p_db1,
-    b_dw2,
-    p_db2,
-    o_h,
-    m_h,
-    o_d,
-    m_d,
-    VALUE: tl.constexpr,
-    INNER: tl.constexpr,
-    OUTER: tl.constexpr,
-    FORCE: tl.constexpr,
-    DOT: tl.constexpr,
-    FAST: tl.constexpr,
-):
-    """Backward of y = factor · f(u), given dy [M, D].
+    b_u, b_dy, factor, b_w1, p_b1, b_w2, p_b2, b_dw1, p_db1, b_dw2, p_db2, o_h, m_h, o_d, m_d,
+    FORCE: tl.constexpr, DOT: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Backward of y = factor · f(u), given dy [M, D], with the gradients of the weights; not for a linear force.
 
-    Returns du, the rows' Σ dy · f(u) [M], f(u) itself if VALUE (else zeros), and the sums of the matrices' gradients
-    with this block's share added, of the inner layer if INNER and of the outer if OUTER; so, in place, the biases'.
+    Returns du, the rows' Σ dy · f(u) [M], and the sums of the matrices' gradients with this block's share added; so, in
+    place, the biases'.
     """
-    b_f = tl.zeros_like(b_dy)
-    if FORCE == LINEAR:
-        b_f = product(b_u, tl.trans(b_w1), DOT)
-        b_along = tl.sum(b_dy * b_f, 1)
-        b_du = factor * product(b_dy, b_w1, DOT)
-        if INNER:
-            b_dw1 += product(tl.trans((factor * b_dy).to(DOT)), b_u, DOT)
+    b_z, b_s, b_h = hidden(b_u, b_w1, p_b1, p_b2, o_h, m_h, FORCE, DOT, FAST)
+    if FORCE == GRADIENT:
+        b_dh = -product(b_dy, tl.trans(b_w1), DOT)
+        b_along = tl.sum(b_dh * b_h, 1)
+        add_columns(p_db2, factor * b_dh * b_s, o_h, m_h)
+        b_dw1 -= product(tl.trans((factor * b_h).to(DOT)), b_dy, DOT)
     else:
-        b_z, b_s, b_h = hidden(b_u, b_w1, p_b1, p_b2, o_h, m_h, FORCE, DOT, FAST)
-        if FORCE == GRADIENT:
-            if VALUE:
-                b_f = -product(b_h, b_w1, DOT)
-            b_dh = -product(b_dy, tl.trans(b_w1), DOT)
-            b_along = tl.sum(b_dh * b_h, 1)
-            if OUTER:
-                add_columns(p_db2, factor * b_dh * b_s, o_h, m_h)
-        else:
-            if VALUE:
-                b_f = product(b_h, b_w2, DOT)
-            b_dh = product(b_dy, tl.trans(b_w2), DOT)
-            b_along = tl.sum(b_dh * b_h, 1)
-            if p_b2 is not None:
-                b_b2 = load_vector(p_b2, o_d, m_d, b_dy.dtype)[None, :]
-                b_along += tl.sum(b_dy * b_b2, 1)
-                if VALUE:
-                    b_f += b_b2
-            if OUTER:
-                b_dw2 += product(tl.trans((factor * b_h).to(DOT)), b_dy, DOT)
-                if p_b2 is not None:
-                    add_columns(p_db2, factor * b_dy, o_d, m_d)
-        b_dz = factor * hidden_backward(b_dh, b_z, b_s, p_b2, o_h, m_h, FORCE)
-        b_du = product(b_dz, b_w1, DOT)
-        if INNER:
-            b_dw1 += product(tl.trans(b_dz.to(DOT)), b_u, DOT)
-            if p_b1 is not None:
-                add_columns(p_db1, b_dz, o_h, m_h)
-            if FORCE == GRADIENT:
-                b_dw1 -= product(tl.trans((factor * b_h).to(DOT)), b_dy, DOT)
-        tl.debug_barrier()
-    return b_du, b_along, b_f, b_dw1, b_dw2
+        b_dh = product(b_dy, tl.trans(b_w2), DOT)
+        b_along = tl.sum(b_dh * b_h, 1)
+        b_dw2 += product(tl.trans((factor * b_h).to(DOT)), b_dy, DOT)
+        if p_b2 is not None:
+            b_along += tl.sum(b_dy * load_vector(p_b2, o_d, m_d, b_dy.dtype)[None, :], 1)
+            add_columns(p_db2, factor * b_dy, o_d, m_d)
+    b_dz = factor * hidden_backward(b_dh, b_z, b_s, p_b2, o_h, m_h, FORCE)
+    b_du = product(b_dz, b_w1, DOT)
+    b_dw1 += product(tl.trans(b_dz.to(DOT)), b_u, DOT)
+    if p_b1 is not None:
+        add_columns(p_db1, b_dz, o_h, m_h)
+    tl.debug_barrier()
+    return b_du, b_along, b_dw1, b_dw2
 
 
 @triton.jit

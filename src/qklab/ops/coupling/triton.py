@@ -78,6 +78,8 @@ class Call:
         self.starts = {name: start for name, (start, _) in zip(self.weights, spans, strict=True)}
         self.total = max((stop for _, stop in spans), default=0)
         self.cos, self.sin = (row_major(angle) for angle in angles) if angles else (None, None)
+        if self.cos is not None and self.sin is not None and self.cos.stride() != self.sin.stride():
+            self.cos, self.sin = self.cos.contiguous(), self.sin.contiguous()
         self.turned = 0 if self.cos is None else self.cos.shape[-1]
         self.eps, self.turn_key = eps, turn_key
         self.wide = torch.promote_types(q.dtype, torch.float32)
@@ -235,7 +237,8 @@ class Parts:
         self.programs = call.tile_grid(how, self.most * call.G)
         self.slice = call.HP if call.force == 2 else min(call.HP, self.then.slice)
         self.slices = call.HP // self.slice
-        self.later = call.tile_grid(self.then, self.most * call.G * units, self.slices)
+        # a headed program takes whole tiles
+        self.later = call.tile_grid(self.then, self.most * call.G * (1 if call.headed() else units), self.slices)
         self.sums = call.q.new_empty((self.count, self.later, call.total), dtype=call.wide)
         self.asides = call.q.new_empty((self.count, self.programs, aside), dtype=call.wide)
         self.work = call.q.new_empty(self.most * left, dtype=call.precision)

@@ -29,7 +29,7 @@ from small_study import (
 from qklab.study import execute, ray_executor
 from qklab.study.execute import Active, Slots, Study, StudyInterrupted, read_data
 from qklab.study.plan import Planned, confirming, tuning
-from qklab.study.ray_executor import RayStudy, Tasks, refuse_unfit
+from qklab.study.ray_executor import RayStudy, Tasks, attempt, refuse_unfit
 from qklab.study.results import chosen_lrs
 from qklab.study.spec import StudyError, StudySpec
 from qklab.study.worker import in_use
@@ -39,7 +39,7 @@ from qklab.train.signals import StopRequest
 
 @pytest.fixture
 def cluster() -> Iterator[Any]:
-    """A cluster of one node with one CPU."""
+    """A cluster of one node with one CPU, which ignores SIGINT like all that a script starts in the background."""
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
@@ -48,8 +48,11 @@ def cluster() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_worker_niceness", "0")  # runs would wait for every other test on this machine
-        before = signal.getsignal(signal.SIGTERM)
-        cluster = Cluster(initialize_head=True, head_node_args=node)
+        before, heeded = signal.getsignal(signal.SIGTERM), signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            cluster = Cluster(initialize_head=True, head_node_args=node)
+        finally:
+            signal.signal(signal.SIGINT, heeded)
         try:
             yield cluster
         finally:
@@ -207,6 +210,7 @@ def test_a_node_that_would_make_another_run_is_refused(
         study.starter = Tasks(study.folder, study.spec.fingerprint)
         study.start(first(corpus), TWO, {}, Silent())
     (order,) = orders
+    stopped_on_a_node(order, monkeypatch)
     refuse_unfit(order, "here")
     with pytest.raises(StudyError, match=r"the node there has qklab .*, but the study was started with 0\.0; install"):
         refuse_unfit(order | {"version": "0.0"}, "there")
@@ -222,6 +226,71 @@ def test_a_node_that_would_make_another_run_is_refused(
     with pytest.raises(StudyError, match="is another text on the node there than where the study was started"):
         refuse_unfit(order, "there")
     assert not (tmp_path / "nowhere").exists()
+
+
+def stopped_on_a_node(order: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray cancels the task while its run is begun: no run is left, and none that never began is waited for."""
+    heeded = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        monkeypatch.setattr(ray_executor, "Nursery", Interrupted)
+        assert attempt(dict(order)) is None
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, heeded)
+    nursery = ray_executor.NURSERIES.pop(1)
+    assert isinstance(nursery, Interrupted)
+    assert nursery.done == ["started", "stopped"]
+
+
+class Interrupted:
+    """In the place of a nursery: SIGINT comes before the run is begun, and again while it saves its state."""
+
+    lost = False
+
+    def __init__(self, log: Path, environment: dict[str, str]):
+        self.done = list[str]()
+
+    def start(self, task: Any, log: Path, environment: dict[str, str]) -> int:
+        os.kill(os.getpid(), signal.SIGINT)
+        self.done.append("started")
+        return 1
+
+    def ended(self, patience: float) -> list[Any]:
+        return []
+
+    def stop(self) -> int:
+        os.kill(os.getpid(), signal.SIGINT)
+        self.done.append("stopped")
+        return 0
+
+
+class Deaf:
+    """In the place of Ray: the first request to stop each task is lost."""
+
+    def __init__(self) -> None:
+        self.asked = list[str]()
+
+    def cancel(self, ref: str) -> None:
+        self.asked.append(ref)
+
+    def wait(self, refs: list[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+        assert num_returns == len(refs)
+        assert timeout <= ray_executor.ASK
+        heard = [ref for ref in refs if ref != "never" and self.asked.count(ref) > 1]
+        return heard, [ref for ref in refs if ref not in heard]
+
+
+def test_a_task_that_was_asked_too_early_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, tasks = Deaf(), Tasks(tmp_path, "")
+    monkeypatch.setattr(ray_executor, "library", lambda: cluster)
+    tasks.numbers = {"one": 1, "other": 2}
+    assert tasks.stop() == 0
+    assert cluster.asked == ["one", "other"] * 2
+    monkeypatch.setattr(ray_executor, "SAVING", 0.1)
+    tasks.numbers = {"never": 3, "one": 4}
+    assert tasks.stop() == 1  # in the end a run that hangs is given up
+    assert cluster.asked.count("never") > 2
+    assert not tasks.numbers
 
 
 class Recorder:

@@ -38,6 +38,7 @@ OBJECT_STORE = 80 * 2**20  # bytes; nothing but exit codes travels between the n
 ROOM = 10_000  # runs at a time where nobody set a limit: the cluster's own resources are the limit
 TRIES = 4  # to join or start a cluster
 SEEN = 90.0  # seconds until a file written on one node must be visible on another
+ASK = 5.0  # seconds until a task that was asked to stop is asked again
 ENDED = (EXIT_CODES["finished"], EXIT_CODES["diverged"])
 SHARED = "the study's folder must be on a file system that all nodes of the Ray cluster share."
 
@@ -141,11 +142,14 @@ class Tasks:
         return [(self.numbers.pop(ref), code_of(ref)) for ref in ready]
 
     def stop(self) -> int:
-        refs = list(self.numbers)
+        """Ask more than once: Ray drops a request that comes before the task listens."""
+        refs, until = list(self.numbers), time.monotonic() + 1.1 * SAVING
         self.numbers.clear()
-        for ref in refs:
-            library().cancel(ref)
-        return len(library().wait(refs, num_returns=len(refs), timeout=1.1 * SAVING)[1]) if refs else 0
+        while refs and (left := until - time.monotonic()) > 0:
+            for ref in refs:
+                library().cancel(ref)
+            _, refs = library().wait(refs, num_returns=len(refs), timeout=min(ASK, left))
+        return len(refs)
 
     def close(self) -> None: ...
 
@@ -241,10 +245,21 @@ NURSERIES: dict[int, Nursery] = {}  # threads → in a worker of Ray, kept from 
 
 
 def attempt(order: dict[str, Any]) -> int | None:
-    """On a node, inside a worker of Ray: one run in a process of its own; its exit code, None if it was lost.
+    """On a node, inside a worker of Ray: one run in a process of its own; its exit code, None if it was lost or
+    the task was cancelled.
 
-    However this worker ends, its nursery goes with it, and the run saves its state and stops.
+    However this worker ends, its nursery goes with it, and the run saves its state and stops. Ray cancels a task by
+    SIGINT, which is ignored where the cluster was started in a script's background.
     """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return attended(order, readied(order))
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def readied(order: dict[str, Any]) -> Mirror | None:
+    """See that the run can be done on this node; the mirror of a study that has a URL."""
     if os.path.isdir(order["from"]):
         os.chdir(order["from"])  # a corpus may be named by a path from there
     os.environ.update(order["environment"])
@@ -255,7 +270,15 @@ def attempt(order: dict[str, Any]) -> int | None:
         file.write(f"on the node {node}:\n".encode())
     if mirror is not None:
         mirror.put_log(place_of(task))
-    threads = task["execution"]["threads"]
+    return mirror
+
+
+def attended(order: Mapping[str, Any], mirror: Mirror | None) -> int | None:
+    """Do the run until it ends or the task is cancelled, which is looked at between the nursery's reports: an exception
+    might come between a run and the note that it is there, or lose the report that it is over."""
+    asked: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: asked.append(number))
+    task, threads = order["task"], order["task"]["execution"]["threads"]
     if threads in NURSERIES and NURSERIES[threads].lost:
         NURSERIES.pop(threads).close()
     if threads not in NURSERIES:
@@ -263,10 +286,10 @@ def attempt(order: dict[str, Any]) -> int | None:
     nursery = NURSERIES[threads]
     gpus = {name: value for name, value in os.environ.items() if name == "CUDA_VISIBLE_DEVICES"}
     try:
-        number = nursery.start(task, log, order["environment"] | gpus)
-        while number not in (ended := dict(nursery.ended(POLL))):
-            pass
-        return ended[number]
+        number, ended = nursery.start(task, Path(order["log"]), order["environment"] | gpus), dict[int, int | None]()
+        while number not in ended and not asked:
+            ended = dict(nursery.ended(POLL))
+        return ended.get(number)
     finally:
         nursery.stop()  # where the study is stopped; the run saves its state first
         if mirror is not None:

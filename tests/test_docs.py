@@ -4,7 +4,9 @@ import re
 import runpy
 import shutil
 import sys
+import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +18,7 @@ from qklab.attention.norm import NORMS
 from qklab.attention.project import PROJECTIONS
 from qklab.attention.rotate import KV_ROTATIONS, POSITIONS
 from qklab.cli import main
+from qklab.data import sources
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs/mechanisms").glob("*.md"))
@@ -76,6 +79,9 @@ def test_the_check_names_what_is_stale_and_changes_nothing(
 
 @pytest.mark.parametrize("snippet", SNIPPETS)
 def test_snippets_run(snippet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A snippet that trains on Python's library gets one package of it."""
+    package = Path(sysconfig.get_path("stdlib"), "asyncio")
+    monkeypatch.setattr(sources, "sysconfig", SimpleNamespace(get_path=lambda name: str(package)))
     monkeypatch.chdir(tmp_path)
     exec(compile(snippet, "snippet", "exec"), {})
 

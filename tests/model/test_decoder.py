@@ -240,7 +240,7 @@ def test_widths_must_agree() -> None:
 
 @every_model
 def test_a_decoder_trains_and_compiles(name: str) -> None:
-    decoder, ids = model(name, layers=2), tokens(batch=4)
+    decoder, ids = model(name, layers=1), tokens(batch=4)
     torch._dynamo.reset()
     compiled = torch.compile(decoder, fullgraph=True, backend="aot_eager")
     optimiser = torch.optim.AdamW(decoder.parameters(), lr=3e-3)
@@ -260,7 +260,7 @@ def test_a_decoder_trains_and_compiles(name: str) -> None:
 @torch.no_grad()
 def test_compiled_decoding_needs_no_graph_per_length(name: str) -> None:
     """One graph for the prompt and one for every later token, whatever the cache's length."""
-    decoder, ids = model(name, layers=2), tokens(length=20)
+    decoder, ids = model(name, layers=1), tokens(length=20)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(decoder, fullgraph=True, backend="aot_eager")

@@ -214,7 +214,7 @@ def test_a_study_is_stopped_goes_on_and_reports(text: Path, tmp_path: Path, caps
     file.write_text(
         f'name = "s"\nbaseline = "standard"\ncorpora = ["{text}"]\nlrs = [1e-3]\nseeds = 1\n'
         '[base]\nmodel = {recipe = "nano", layers = 1, width = 32, context = 64}\n'
-        'corpus = {tokenizer = "bytes"}\nbatch = {sequences = 8}\nbudget = {tokens = 400000}\n'
+        'corpus = {tokenizer = "bytes"}\nbatch = {sequences = 8}\nbudget = {tokens = 160000}\n'
         "evaluation = {times = 2}\n"
         '[arms.standard]\n[arms."k=v"]\nattention = {share = "k=v"}\n'
     )

@@ -217,7 +217,7 @@ def test_nano_learns_the_standard_library_well_below_a_unigram_model(tmp_path: P
     spec, execution = resolve(
         {
             "batch": {"sequences": 8},
-            "budget": {"tokens": 160_000},
+            "budget": {"tokens": 120_000},
             "evaluation": {"times": 1},
             "execution": {"threads": 1},
         }

@@ -28,7 +28,7 @@ def test_a_bound_is_held_or_missed_or_not_measured(tmp_path: Path, monkeypatch: 
     }
     kept = {"provenance": origin, "arms": arms}
     (tmp_path / "coupling-step-51m-h200.json").write_text(json.dumps(kept), encoding="utf-8")
-    alone = {"forward_s": 2.0, "floors_s": [1.5, 1.0]}
+    alone = {"forward_s": 1.9, "floors_s": [1.5, 1.0]}
     kept = {"provenance": origin, "arms": {"leapfrog×1, heads of 64": alone}}
     (tmp_path / "coupling-op-h200.json").write_text(json.dumps(kept), encoding="utf-8")
     verdicts = {line[:56].strip(): line.split()[-1] for line in lines(tmp_path)}

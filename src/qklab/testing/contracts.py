@@ -48,6 +48,7 @@ def causality(spec: AttentionSpec, device: str) -> None:
 def cached_decoding(spec: AttentionSpec, device: str) -> None:
     """A chunk, another chunk and single tokens over a growing cache give the full forward's outputs."""
     attention, x = layer_and_input(spec, device)
+    attention.eval()
     cache = attention.new_cache(batch=BATCH, tokens=4)
     chunks = [attention(chunk, cache=cache) for chunk in x.split([3, 2, 1], 1)]
     close(torch.cat(chunks, 1), attention(x))
@@ -57,6 +58,7 @@ def cached_decoding(spec: AttentionSpec, device: str) -> None:
 def left_padding(spec: AttentionSpec, device: str) -> None:
     """Rows padded on the left decode as they do alone."""
     attention, x = layer_and_input(spec, device)
+    attention.eval()
     cache = attention.new_cache(BATCH, TOKENS, left_padding=torch.tensor([2, 0]))
     padded = torch.cat([attention(chunk, cache=cache) for chunk in x.split([4, 1, 1], 1)], 1)
     close(padded[0, 2:], attention(x[:1, 2:])[0])

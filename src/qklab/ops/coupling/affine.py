@@ -7,7 +7,19 @@
 import triton
 import triton.language as tl
 
-from qklab.ops.coupling.kernels import (
+from qklab.ops.coupling.maps import (
+    MLP,
+    add_columns,
+    column_of,
+    hidden,
+    hidden_backward,
+    load_rows,
+    product,
+    scale_and_shift,
+    store_rows,
+    stretch_backward,
+)
+from qklab.ops.coupling.tiles import (
     begin_sum,
     finish_backward,
     finished,
@@ -23,18 +35,6 @@ from qklab.ops.coupling.kernels import (
     store_matrix,
     unit_of,
     units,
-)
-from qklab.ops.coupling.maps import (
-    MLP,
-    add_columns,
-    column_of,
-    hidden,
-    hidden_backward,
-    load_rows,
-    product,
-    scale_and_shift,
-    store_rows,
-    stretch_backward,
 )
 
 

@@ -7,7 +7,8 @@
 import triton
 import triton.language as tl
 
-from qklab.ops.coupling.kernels import (
+from qklab.ops.coupling.maps import GRADIENT, MLP, add_columns, column_of, force, force_backward, load_rows, store_rows
+from qklab.ops.coupling.tiles import (
     begin_sum,
     finish_backward,
     finished,
@@ -17,7 +18,6 @@ from qklab.ops.coupling.kernels import (
     rows_from,
     store_matrix,
 )
-from qklab.ops.coupling.maps import GRADIENT, MLP, add_columns, column_of, force, force_backward, load_rows, store_rows
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qklab.ops.coupling import affine, alone, kernels
+from qklab.ops.coupling import affine, alone, forced, forced_weights
 from qklab.ops.coupling.api import layout
 
 KINDS = {"euler": 0, "symplectic-euler": 1, "linear": 1, "leapfrog": 2}
@@ -180,7 +180,7 @@ def forward(q: Tensor, k: Tensor, *choices: Any) -> tuple[Tensor, Tensor]:
         )  # fmt: skip
     else:
         run(
-            kernels.forced_forward, call.tile_grid(how, triton.cdiv(call.rows, how.block) * call.G),
+            forced.forced_forward, call.tile_grid(how, triton.cdiv(call.rows, how.block) * call.G),
             *tensors, call.weights["step"], *call.network(0), *call.gains(), q_out, k_out, *scalars,
             call.eps or 0.0, call.rows, call.T, call.per_head, call.step_per_head,
             HEADED=call.headed(), KIND=KINDS[call.kind], FORCE=call.force, **common,
@@ -305,7 +305,7 @@ def forced_backward(call: Call, how: Launch, dq_out: Tensor, dk_out: Tensor, dq:
     del shape["NORM"], shape["STEPS"]
     for begin, tiles, sums, asides in parts:
         run(
-            kernels.forced_backward, parts.programs,
+            forced.forced_backward, parts.programs,
             call.q, call.k, call.cos, call.sin, call.weights["step"], *call.network(0), *call.gains(),
             dq_out, dk_out, dq, dk, asides, parts.work, keys,
             *strides(call.q), *strides(call.k), *strides(dq_out), *strides(dk_out), *call.angle_strides(),
@@ -314,7 +314,7 @@ def forced_backward(call: Call, how: Launch, dq_out: Tensor, dk_out: Tensor, dq:
             KIND=KINDS[call.kind], FORCE=call.force, **call.shape, **options(how, call.T),
         )  # fmt: skip
         run(
-            kernels.forced_weights, parts.later * parts.slices,
+            forced_weights.forced_weights, parts.later * parts.slices,
             parts.work, call.q, dk, call.weights["step"], *call.network(0), sums, kicks[begin // parts.most],
             *strides(call.q), call.rows, call.T, begin, tiles,
             call.per_head, call.step_per_head, call.total, *call.network_starts(0),

@@ -141,6 +141,7 @@ def measure_op(options: argparse.Namespace) -> None:
             print(f"  {label:<26} {refusal}")
             continue
         Op(options.width, head_width, 2, 100, choices).check(label)
+        Op(options.width, head_width, 16, 1024, choices).check(label)  # several tiles a program
         op = Op(options.width, head_width, options.batch, 1024, choices)
         forward, backward = timed(op)
         floors = 4 * op.bytes / rate, 6 * op.bytes / rate

@@ -198,16 +198,18 @@ def measure(
     torch.manual_seed(2)
     ids = torch.randint(size.vocab, (size.batch, size.prompt), device=device)
     times: dict[str, dict[int, list[float]]] = {arm: {1: [], size.new: []} for arm in models}
-    memory = {}
+    memory: dict[str, tuple[int | None, int]] = {}
     for arm, model in models.items():
-        taken = seconds(lambda m=model: generated(m, ids, size.new, **options), device)  # compiles, where it does
-        generated(model, ids, 1, **options)
-        memory[arm] = peak_above(model, ids, size, options, device)
-        print(f"  {arm}: the first call took {taken:.1f} s", flush=True)
-    for _ in range(rounds):
+        if options:
+            generated(model, ids, size.new, **options)  # compiles
+        taken = seconds(lambda a=arm, m=model: memory.update({a: peak_above(m, ids, size, options, device)}), device)
+        print(f"  {arm}: {taken:.1f} s", flush=True)
+    for turn in range(rounds):
         for arm, model in models.items():
             for new in (1, size.new):
                 times[arm][new].append(seconds(lambda m=model, n=new: generated(m, ids, n, **options), device))
+        told = ", ".join(f"{times[arm][size.new][-1]:.2f}" for arm in models)
+        print(f"  round {turn + 1} of {rounds}: {told} s", flush=True)
     rows = {}
     for arm, model in models.items():
         whole, first = (statistics.median(times[arm][new]) for new in (size.new, 1))

@@ -69,8 +69,8 @@ CASES = [
     Case("uncoupled", turned=6, norm=True),
     Case("uncoupled", steps=3, R=2, per_head=True, gradient=True, turned=4, turn_key=False),
     # no block reaches over the end of a row; where all of a head of 16 turns, the forced maps mask nothing
-    Case("euler", D=16, T=64, G=1, turned=4, views=True),
-    Case("leapfrog", norm=True, D=16, T=64, G=1, turned=8, tables=2, views=True),
+    Case("euler", D=16, T=320, G=1, turned=4, views=True),
+    Case("leapfrog", norm=True, D=16, T=128, turned=8, tables=2, views=True),
     Case("leapfrog", steps=3, D=16, T=32, turned=8, views=True),
     Case("symplectic-euler", R=2, T=64, G=1, views=True),
     Case("affine", D=16, T=64, G=1, turned=8, views=True),

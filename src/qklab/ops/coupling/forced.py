@@ -29,14 +29,16 @@ from qklab.ops.coupling.maps import (
     store_rows,
 )
 from qklab.ops.coupling.tiles import (
+    angles_at,
     as_result,
     begin_sum,
     finish_backward,
     finished,
-    load_angles,
+    first_row,
     load_gain,
     load_matrix,
     mean_of_group,
+    no_angles,
     rows_from,
     share_of,
 )
@@ -133,14 +135,16 @@ def forced_forward(
     b_b2 = load_vector(p_b2, o_h, m_h, WIDE) if FORCE == GRADIENT else load_vector(p_b2, o_d, m_d, WIDE)
     b_gain_q, b_gain_k = load_gain(p_gain_q, o_d, m_d, WIDE), load_gain(p_gain_k, o_d, m_d, WIDE)
 
+    o_held, b_cos, b_sin = no_angles(TURNED, WIDE, BM, DP)
     for i_tile in tl.range(first, last, stride, num_stages=STAGES):
         i_g = i_tile % G
-        i_row = i_tile // G * BM
+        i_row = first_row(i_tile // G, rows, T, BM, EVEN)
         m_rows = i_row + tl.arange(0, BM) < rows
         p_queries = rows_from(p_q + i_g * R * q_h, i_row, q_b, q_t, T, BM, EVEN)
         b_q = mean_of_group(p_queries, q_h, m_rows, o_j, R, D, TURNED, WIDE, EVEN)
         p_keyed = rows_from(p_k + i_g * k_h, i_row, k_b, k_t, T, BM, EVEN)
-        b_k = load_rows(p_keyed, m_rows, o_j, D, TURNED, WIDE, EVEN)
+        b_k = load_rows(p_keyed, m_rows, o_j, D, TURNED, p_k.dtype.element_ty, EVEN)
+        b_k = as_result(b_k, DOT, WIDE) if KIND == EULER else b_k.to(WIDE)
         b_start = b_q
         if KIND == EULER:
             for _ in range(STEPS):
@@ -152,11 +156,10 @@ def forced_forward(
             )
             if KIND == LEAPFROG:
                 b_k += 0.5 * step * force(b_q, b_w1, b_b1, b_w2, b_b2, o_h, m_h, o_d, m_d, FORCE, DOT, FAST)
-        b_cos, b_sin = tl.zeros([1, 1], WIDE), tl.zeros([1, 1], WIDE)
         if TURNED:
-            p_c = rows_from(p_cos, i_row, a_b, a_t, T, BM, EVEN)
-            p_s = rows_from(p_sin, i_row, a_b, a_t, T, BM, EVEN)
-            b_cos, b_sin = load_angles(p_c, p_s, m_rows, o_j, TURNED, WIDE, EVEN)
+            o_held, b_cos, b_sin = angles_at(
+                i_row, o_held, b_cos, b_sin, p_cos, p_sin, a_b, a_t, m_rows, o_j, T, EVEN, TURNED, WIDE, BM, EVEN
+            )
         o_first, o_out = i_row.to(tl.int64) * (G * D) + i_g * D, tl.arange(0, BM) * (G * D)
         b_y = finished(b_k, b_gain_k, b_cos, b_sin, eps, NORM, TURN_K * TURNED, D)
         store_rows(p_k_out + o_first + o_out, m_rows, o_j, b_y, D, TURNED, EVEN)
@@ -214,6 +217,7 @@ def forced_backward(
     per_head,
     step_per_head,
     HEADED: tl.constexpr,
+    HOLD: tl.constexpr,  # keep a block's angles for its other heads
     LEAN: tl.constexpr,  # leave nothing of the first evaluation that q and dk hold anyway
     G: tl.constexpr,
     R: tl.constexpr,
@@ -260,9 +264,10 @@ def forced_backward(
     o_state = tl.arange(0, BM)[:, None] * DP + tl.arange(0, DP)[None, :]
     SIZE: tl.constexpr = BM * DP
 
+    o_held, b_cos, b_sin = no_angles(TURNED, WIDE, BM, DP)
     for i_tile in tl.range(first, last, stride, num_stages=STAGES):
         i_g = i_tile % G
-        i_row = (begin + i_tile // G) * BM
+        i_row = first_row(begin + i_tile // G, rows, T, BM, EVEN)
         m_rows = i_row + tl.arange(0, BM) < rows
         p_queries = rows_from(p_q + i_g * R * q_h, i_row, q_b, q_t, T, BM, EVEN)
         p_dqueries = rows_from(p_dq_out + i_g * R * dq_h, i_row, dq_b, dq_t, T, BM, EVEN)
@@ -302,11 +307,10 @@ def forced_backward(
         if KIND == LEAPFROG and NORM:
             b_end += 0.5 * step * force(b_q, b_w1, p_b1, b_w2, p_b2, o_h, m_h, o_d, m_d, FORCE, DOT, FAST)
 
-        b_cos, b_sin = tl.zeros([1, 1], WIDE), tl.zeros([1, 1], WIDE)
         if TURNED:
-            p_c = rows_from(p_cos, i_row, a_b, a_t, T, BM, EVEN)
-            p_s = rows_from(p_sin, i_row, a_b, a_t, T, BM, EVEN)
-            b_cos, b_sin = load_angles(p_c, p_s, m_rows, o_j, TURNED, WIDE, EVEN)
+            o_held, b_cos, b_sin = angles_at(
+                i_row, o_held, b_cos, b_sin, p_cos, p_sin, a_b, a_t, m_rows, o_j, T, HOLD, TURNED, WIDE, BM, EVEN
+            )
         p_dkeyed = rows_from(p_dk_out + i_g * dk_h, i_row, dk_b, dk_t, T, BM, EVEN)
         b_dk = load_rows(p_dkeyed, m_rows, o_j, D, TURNED, p_dk_out.dtype.element_ty, EVEN)
         b_dk, b_unit = finish_backward(

@@ -21,6 +21,7 @@ from qklab.ops.coupling.maps import (
     product,
 )
 from qklab.ops.coupling.tiles import (
+    first_row,
     load_matrix,
     load_unit,
     loaded_sums,
@@ -39,7 +40,7 @@ def load_first(
     BM: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Argument and gradient [BM, DP] of a tile's first evaluation of the force: q, and dk or its half but for Euler."""
-    i_g, i_row = i_tile % G, (begin + i_tile // G) * BM
+    i_g, i_row = i_tile % G, first_row(begin + i_tile // G, rows, T, BM, EVEN)
     m_rows, o_j = i_row + tl.arange(0, BM) < rows, tl.arange(0, DP // 2)
     p_queries = rows_from(p_q + i_g * q_h, i_row, q_b, q_t, T, BM, EVEN)
     b_u = load_rows(p_queries, m_rows, o_j, D, TURNED, p_q.dtype.element_ty, EVEN)
@@ -68,18 +69,18 @@ def add_evaluation(
     if FORCE == LINEAR:
         b_dw1 += product(tl.trans(b_dy), b_u, DOT)
     else:
-        b_z, b_s, b_h = hidden(b_u, b_w1, p_b1, p_b2, o_h, m_h, FORCE, DOT, FAST)
+        b_y, b_t, b_h = hidden(b_u, b_w1, p_b1, p_b2, o_h, m_h, FORCE, DOT, FAST)
         b_h = b_h.to(DOT)
         if FORCE == GRADIENT:
             b_dh = -product(b_dy, tl.trans(b_w1), DOT)
-            b_db2 += part_sums(b_dh * b_s)
+            b_db2 += part_sums(b_dh * (0.5 + 0.5 * b_t))
             b_dw1 -= product(tl.trans(b_h), b_dy, DOT)
         else:
             b_dh = product(b_dy, tl.trans(b_w2), DOT)
             b_dw2 += product(tl.trans(b_h), b_dy, DOT)
             if p_b2 is not None:
                 b_db2 += loaded_sums(b_dy, WIDE)
-        b_dz = hidden_backward(b_dh, b_z, b_s, p_b2, o_h, m_h, FORCE)
+        b_dz = hidden_backward(b_dh, b_y, b_t, p_b2, o_h, m_h, FORCE)
         if p_b1 is not None:
             b_db1 += part_sums(b_dz)
         b_dw1 += product(tl.trans(b_dz.to(DOT)), b_u, DOT)
@@ -159,14 +160,9 @@ def forced_weights(
 
     if LEAN:
         count = units(tiles, program, programs, 1, HEADED)
-        i_tile = tl.minimum(unit_of(0, program, programs, 1, HEADED), tiles - 1)  # a program may have none
-        b_next_u, b_next_dy = load_first(
-            p_work, p_q, p_dk, i_tile, begin, q_b, q_t, q_h, rows, T, KIND, G, D, DP, TURNED, WIDE, BM, EVEN
-        )
         for i in tl.range(0, count, num_stages=STAGES):
-            b_u, b_dy = b_next_u, b_next_dy
-            i_tile = unit_of(tl.minimum(i + 1, count - 1), program, programs, 1, HEADED)
-            b_next_u, b_next_dy = load_first(
+            i_tile = unit_of(i, program, programs, 1, HEADED)
+            b_u, b_dy = load_first(
                 p_work, p_q, p_dk, i_tile, begin, q_b, q_t, q_h, rows, T, KIND, G, D, DP, TURNED, WIDE, BM, EVEN
             )
             b_dw1, b_db1, b_dw2, b_db2 = add_evaluation(
@@ -174,11 +170,8 @@ def forced_weights(
             )
     if LEFT > 0:
         count = units(tiles, program, programs, LEFT, HEADED)
-        b_next_u, b_next_dy = load_left(p_work, unit_of(0, program, programs, LEFT, HEADED), BM, DP)
         for i in tl.range(0, count, num_stages=STAGES):
-            b_u, b_dy = b_next_u, b_next_dy
-            i_unit = unit_of(tl.minimum(i + 1, count - 1), program, programs, LEFT, HEADED)
-            b_next_u, b_next_dy = load_left(p_work, i_unit, BM, DP)
+            b_u, b_dy = load_left(p_work, unit_of(i, program, programs, LEFT, HEADED), BM, DP)
             b_dw1, b_db1, b_dw2, b_db2 = add_evaluation(
                 b_u, b_dy, b_dw1, b_db1, b_dw2, b_db2, b_w1, p_b1, b_w2, p_b2, o_h, m_h, FORCE, DOT, WIDE, FAST
             )

@@ -45,16 +45,6 @@ def tanh(b_x, FAST: tl.constexpr):
 
 
 @triton.jit
-def sigmoid(b_x, FAST: tl.constexpr):
-    if FAST:
-        b_y = 0.5 + 0.5 * tanh(0.5 * b_x, FAST)
-    else:
-        b_e = tl.exp(-tl.abs(b_x))
-        b_y = tl.where(b_x < 0, b_e, 1.0) / (1 + b_e)
-    return b_y
-
-
-@triton.jit
 def columns(o_j, D: tl.constexpr, TURNED: tl.constexpr):
     """Where pair j's two entries lie among the D of a head, of which the first 2·TURNED turn: offsets and masks."""
     half: tl.constexpr = (D + 1) // 2
@@ -180,22 +170,26 @@ def add_columns(p_sum, b_x, o_b, m_b):
 
 @triton.jit
 def hidden(b_u, b_w1, p_b1, p_b2, o_h, m_h, FORCE: tl.constexpr, DOT: tl.constexpr, FAST: tl.constexpr):
-    """z = W1 u + b1, σ(z), and what the outer layer takes: silu(z), or a ⊙ σ(z) of a gradient force: [M, h] each."""
-    b_z = product(b_u, tl.trans(b_w1), DOT)
+    """y = z/2 for z = W1 u + b1, t = tanh y, and what the outer layer takes: silu(z) = y + y t, or of a gradient force
+    a ⊙ σ(z), σ(z) = (1 + t)/2: [M, h] each."""
+    b_y = 0.5 * product(b_u, tl.trans(b_w1), DOT)
     if p_b1 is not None:
-        b_z += load_vector(p_b1, o_h, m_h, b_z.dtype)[None, :]
-    b_s = sigmoid(b_z, FAST)
-    b_h = load_vector(p_b2, o_h, m_h, b_z.dtype)[None, :] * b_s if FORCE == GRADIENT else b_z * b_s
-    return b_z, b_s, b_h
+        b_y += 0.5 * load_vector(p_b1, o_h, m_h, b_y.dtype)[None, :]
+    b_t = tanh(b_y, FAST)
+    b_h = b_y + b_y * b_t
+    if FORCE == GRADIENT:
+        b_h = load_vector(p_b2, o_h, m_h, b_y.dtype)[None, :] * (0.5 + 0.5 * b_t)
+    return b_y, b_t, b_h
 
 
 @triton.jit
-def hidden_backward(b_dh, b_z, b_s, p_b2, o_h, m_h, FORCE: tl.constexpr):
-    """dz from the gradient dh of what the outer layer takes."""
+def hidden_backward(b_dh, b_y, b_t, p_b2, o_h, m_h, FORCE: tl.constexpr):
+    """dz from the gradient dh of what the outer layer takes: silu′(z) = σ(z) (1 + y (1 − t)), σ′(z) = (1 − t²)/4."""
     if FORCE == GRADIENT:
-        b_dz = b_dh * load_vector(p_b2, o_h, m_h, b_z.dtype)[None, :] * b_s * (1 - b_s)
+        b_dz = b_dh * load_vector(p_b2, o_h, m_h, b_y.dtype)[None, :] * (0.25 - 0.25 * b_t * b_t)
     else:
-        b_dz = b_dh * b_s * (1 + b_z * (1 - b_s))
+        b_s = 0.5 + 0.5 * b_t
+        b_dz = b_dh * (b_s + b_s * (b_y - b_y * b_t))
     return b_dz
 
 
@@ -230,7 +224,7 @@ def pulled_back(
         if VALUE:
             b_f = product(b_u, tl.trans(b_w1), DOT)
     else:
-        b_z, b_s, b_h = hidden(b_u, b_w1, p_b1, p_b2, o_h, m_h, FORCE, DOT, FAST)
+        b_y, b_t, b_h = hidden(b_u, b_w1, p_b1, p_b2, o_h, m_h, FORCE, DOT, FAST)
         if VALUE:
             if FORCE == GRADIENT:
                 b_f = -product(b_h, b_w1, DOT)
@@ -239,7 +233,7 @@ def pulled_back(
                 if p_b2 is not None:
                     b_f += load_vector(p_b2, o_d, m_d, b_f.dtype)[None, :]
         b_dh = -product(b_dy, tl.trans(b_w1), DOT) if FORCE == GRADIENT else product(b_dy, tl.trans(b_w2), DOT)
-        b_du = product(hidden_backward(b_dh, b_z, b_s, p_b2, o_h, m_h, FORCE), b_w1, DOT)
+        b_du = product(hidden_backward(b_dh, b_y, b_t, p_b2, o_h, m_h, FORCE), b_w1, DOT)
     return b_du, b_f
 
 
@@ -253,11 +247,11 @@ def force_backward(
     Returns du, the rows' Σ dy · f(u) [M], and the sums of the matrices' gradients with this block's share added; so, in
     place, the biases'.
     """
-    b_z, b_s, b_h = hidden(b_u, b_w1, p_b1, p_b2, o_h, m_h, FORCE, DOT, FAST)
+    b_y, b_t, b_h = hidden(b_u, b_w1, p_b1, p_b2, o_h, m_h, FORCE, DOT, FAST)
     if FORCE == GRADIENT:
         b_dh = -product(b_dy, tl.trans(b_w1), DOT)
         b_along = tl.sum(b_dh * b_h, 1)
-        add_columns(p_db2, factor * b_dh * b_s, o_h, m_h)
+        add_columns(p_db2, factor * b_dh * (0.5 + 0.5 * b_t), o_h, m_h)
         b_dw1 -= product(tl.trans((factor * b_h).to(DOT)), b_dy, DOT)
     else:
         b_dh = product(b_dy, tl.trans(b_w2), DOT)
@@ -266,7 +260,7 @@ def force_backward(
         if p_b2 is not None:
             b_along += tl.sum(b_dy * load_vector(p_b2, o_d, m_d, b_dy.dtype)[None, :], 1)
             add_columns(p_db2, factor * b_dy, o_d, m_d)
-    b_dz = factor * hidden_backward(b_dh, b_z, b_s, p_b2, o_h, m_h, FORCE)
+    b_dz = factor * hidden_backward(b_dh, b_y, b_t, p_b2, o_h, m_h, FORCE)
     b_du = product(b_dz, b_w1, DOT)
     b_dw1 += product(tl.trans(b_dz.to(DOT)), b_u, DOT)
     if p_b1 is not None:
@@ -299,7 +293,7 @@ def stretch_backward(
 
     Returns dx, the gradient of what s is the tanh of (in DOT), and du.
     """
-    b_z, _, b_h = hidden(b_u, b_w1, p_b1, None, o_h, m_h, MLP, DOT, FAST)
+    b_y, b_t, b_h = hidden(b_u, b_w1, p_b1, None, o_h, m_h, MLP, DOT, FAST)
     b_tanh = product(b_h, b_w2, DOT)
     if p_b2 is not None:
         b_tanh += load_vector(p_b2, o_d, m_d, b_tanh.dtype)[None, :]
@@ -307,5 +301,5 @@ def stretch_backward(
     b_dx = b_dy * tl.exp(limit * b_tanh)
     b_draw = ((b_dx * b_x + b_extra) * limit * (1 - b_tanh * b_tanh)).to(DOT)
     b_dh = product(b_draw, tl.trans(b_w2), DOT) + product(b_dy, tl.trans(b_w3), DOT)
-    b_du = product(hidden_backward(b_dh, b_z, sigmoid(b_z, FAST), None, o_h, m_h, MLP), b_w1, DOT)
+    b_du = product(hidden_backward(b_dh, b_y, b_t, None, o_h, m_h, MLP), b_w1, DOT)
     return b_dx, b_draw, b_du

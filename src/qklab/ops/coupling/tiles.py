@@ -56,6 +56,18 @@ def rows_from(p_x, i_row, batch, token, T, BM: tl.constexpr, EVEN: tl.constexpr)
 
 
 @triton.jit
+def first_row(i_block, rows, T, BM: tl.constexpr, EVEN: tl.constexpr):
+    """Row of [B, T, …] that block i of BM rows starts with.
+
+    EVEN: blocks of the same tokens in all batch rows follow each other, so that they find their angles loaded.
+    """
+    i_row = i_block * BM
+    if EVEN:
+        i_row = i_block % (rows // T) * T + i_block // (rows // T) * BM
+    return i_row
+
+
+@triton.jit
 def load_angles(p_cos, p_sin, m_rows, o_j, TURNED: tl.constexpr, WIDE: tl.constexpr, FULL: tl.constexpr = False):
     """cos and sin [M, D/2] of the tokens whose tables start at p_cos, p_sin [M]; 1 and 0 where nothing turns."""
     o = o_j[None, :]
@@ -65,6 +77,32 @@ def load_angles(p_cos, p_sin, m_rows, o_j, TURNED: tl.constexpr, WIDE: tl.conste
         m = m_rows[:, None] & (o_j < TURNED)[None, :]
         b_cos, b_sin = tl.load(p_cos[:, None] + o, mask=m, other=1.0), tl.load(p_sin[:, None] + o, mask=m, other=0.0)
     return b_cos.to(WIDE), b_sin.to(WIDE)
+
+
+@triton.jit
+def angles_at(
+    i_row, o_held, b_cos, b_sin, p_cos, p_sin, a_b, a_t, m_rows, o_j, T,
+    HOLD: tl.constexpr, TURNED: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Where the angles of the block that starts at i_row lie, and their cos and sin [BM, D/2].
+
+    HOLD: those are b_cos and b_sin if o_held is where these lie.
+    """
+    o_angles = (i_row // T).to(tl.int64) * a_b + (i_row % T).to(tl.int64) * a_t
+    if not HOLD or o_angles != o_held:
+        p_c = rows_from(p_cos, i_row, a_b, a_t, T, BM, EVEN)
+        p_s = rows_from(p_sin, i_row, a_b, a_t, T, BM, EVEN)
+        b_cos, b_sin = load_angles(p_c, p_s, m_rows, o_j, TURNED, WIDE, EVEN)
+    return o_angles, b_cos, b_sin
+
+
+@triton.jit
+def no_angles(TURNED: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, DP: tl.constexpr):
+    """What a program holds before its first block."""
+    b_none = tl.zeros([1, 1], WIDE)
+    if TURNED:
+        b_none = tl.zeros([BM, DP // 2], WIDE)
+    return tl.full([], -1, tl.int64), b_none, b_none
 
 
 @triton.jit

@@ -32,15 +32,25 @@ class Launch:
     stages: int = 1
     programs: int = 2
     registers: int | None = None  # the most a thread may have; by default the compiler's choice
+    hold: bool = False  # keep a block's angles in registers while its heads go by; the forwards always do
     slice: int = 64  # hidden entries whose weight gradients a program sums
 
 
 def launch(direction: str, kind: str, DP: int, HP: int) -> Launch:
     """The launch for heads of DP and networks of HP padded entries: of the forward, of the backward, and of the weight
     gradients, whose block is the backward's."""
-    if kind in ("affine", "uncoupled") or direction == "weights" or DP * HP > 64 * 64:
+    if kind == "uncoupled":
         return Launch()
-    return Launch(stages=3) if direction == "forward" else Launch(stages=2)
+    if kind == "affine":
+        return Launch(block=32, stages=2) if direction == "backward" else Launch()
+    if DP * HP > 64 * 64:
+        wide = {
+            "forward": Launch(block=32, stages=2),
+            "backward": Launch(block=32, warps=8, stages=2, programs=1, hold=True),
+            "weights": Launch(),
+        }
+        return wide[direction]
+    return Launch(stages=2) if direction == "backward" else Launch(stages=3)
 
 
 def padded(width: int) -> int:
@@ -303,6 +313,7 @@ def forced_backward(call: Call, how: Launch, dq_out: Tensor, dk_out: Tensor, dq:
         keys = call.q.new_empty((parts.programs, call.steps, how.block, call.DP), dtype=call.precision)
     shape = dict(call.shape)
     del shape["NORM"], shape["STEPS"]
+    hold = how.hold and call.T % how.block == 0
     for begin, tiles, sums, asides in parts:
         run(
             forced.forced_backward, parts.programs,
@@ -310,7 +321,7 @@ def forced_backward(call: Call, how: Launch, dq_out: Tensor, dk_out: Tensor, dq:
             dq_out, dk_out, dq, dk, asides, parts.work, keys,
             *strides(call.q), *strides(call.k), *strides(dq_out), *strides(dk_out), *call.angle_strides(),
             call.eps or 0.0, call.rows, call.T, begin, tiles, call.per_head, call.step_per_head,
-            HEADED=call.headed(), LEAN=lean, G=call.G, R=call.H // call.G, TURN_K=call.turn_key, LEFT=left,
+            HEADED=call.headed(), HOLD=hold, LEAN=lean, G=call.G, R=call.H // call.G, TURN_K=call.turn_key, LEFT=left,
             KIND=KINDS[call.kind], FORCE=call.force, **call.shape, **options(how, call.T),
         )  # fmt: skip
         run(

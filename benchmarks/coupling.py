@@ -11,17 +11,19 @@ fused model's first loss is not the reference's, nothing is measured and the com
 
 import argparse
 import itertools
+import multiprocessing
 import os
 import statistics
 import sys
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from measure import RESULTS, copy_rate, interleaved, keep, median_and_spread, provenance
+from measure import RESULTS, copy_rate, keep, median_and_spread, provenance, seconds
 from qklab import CouplingSpec, Decoder, recipe
 from qklab.attention.couple import COUPLINGS, Coupling
 from qklab.attention.places import rope_angles
@@ -185,40 +187,86 @@ class Step:
         return torch.cuda.max_memory_allocated() - before
 
 
+STEPS_A_TURN = 5
+WARM_UP = 20
+
+
+def prepared(model_name: str, batch: int, shape: dict[str, Any], choices: dict[str, Any] | None, impl: Impl) -> Step:
+    """A training step of a model with this coupling on a GPU."""
+    coupling = None if choices is None else CouplingSpec(**choices)
+    model = Decoder(recipe(model_name, coupling=coupling, **shape), seed=0).cuda()
+    for module in model.modules():
+        if isinstance(module, Coupling):
+            module.impl = impl
+    torch.manual_seed(0)
+    return Step(model, torch.randint(model.spec.vocab, (batch, 1025), device="cuda"))
+
+
+def serve(line: Connection, *arm: Any) -> None:
+    """Prepare an arm, tell its first loss and peak, then answer every request with the seconds of a step."""
+    step = prepared(*arm)
+    first, peak = float(step.loss().detach()), step.peak()
+    torch.cuda.empty_cache()
+    line.send((first, peak))
+    while line.recv():
+        step()
+        taken = seconds(lambda: [step() for _ in range(STEPS_A_TURN)], "cuda")
+        line.send(taken / STEPS_A_TURN)
+
+
+class Arms:
+    """Every arm in a process of its own, so that none finds another's memory or compiled code in its way."""
+
+    def __init__(self, arms: dict[str, tuple[Any, ...]]):
+        context = multiprocessing.get_context("spawn")
+        self.lines: dict[str, Connection] = {}
+        for name, arm in arms.items():
+            self.lines[name], theirs = context.Pipe()
+            context.Process(target=serve, args=(theirs, *arm), daemon=True).start()
+            theirs.close()
+
+    def answer(self, name: str) -> Any:
+        try:
+            return self.lines[name].recv()
+        except EOFError:
+            sys.exit(f"{name}: its process ended; what it said is above, and nothing was measured.")
+
+    def seconds(self, rounds: int) -> dict[str, list[float]]:
+        """Of a step of every arm in every round, the arms taking turns."""
+        times: dict[str, list[float]] = {name: [] for name in self.lines}
+        for _ in range(rounds):
+            for name, line in self.lines.items():
+                line.send(True)
+                times[name].append(self.answer(name))
+        for line in self.lines.values():
+            line.send(False)
+        return times
+
+
 def measure_step(options: argparse.Namespace) -> None:
     shape = {} if options.heads is None else {"heads": options.heads}
     arms: dict[str, tuple[dict[str, Any] | None, Impl]] = {"standard": (None, "auto"), "standard again": (None, "auto")}
-    head_width = recipe(options.model, **shape).attention.head_width
+    spec = recipe(options.model, **shape)
     for name in options.arms:
         choices = COUPLED[name]
         if not options.fused_only:
             arms[f"{name}, reference"] = choices, "reference"
-        if refusal := refused(head_width, choices):
+        if refusal := refused(spec.attention.head_width, choices):
             print(f"{name}: {refusal}")
         else:
             arms[f"{name}, fused"] = choices, "triton"
-    torch._dynamo.config.recompile_limit = 4 * len(arms)
-    torch.manual_seed(0)
-    spec = recipe(options.model, **shape)
-    ids = torch.randint(spec.vocab, (options.batch, 1025), device="cuda")
-    steps: dict[str, Step] = {}
-    peaks: dict[str, int] = {}
+    print(f"preparing {', '.join(arms)} …", flush=True)
+    processes = Arms({name: (options.model, options.batch, shape, *arm) for name, arm in arms.items()})
     first: dict[str, float] = {}
-    for name, (choices, impl) in arms.items():
-        print(f"preparing {name} …", flush=True)
-        coupling = None if choices is None else CouplingSpec(**choices)
-        model = Decoder(recipe(options.model, coupling=coupling, **shape), seed=0).cuda()
-        for module in model.modules():
-            if isinstance(module, Coupling):
-                module.impl = impl
-        steps[name] = Step(model, ids)
-        first[name] = float(steps[name].loss().detach())
-        peaks[name] = steps[name].peak()
-        twin = first.get(name.replace("fused", "reference"), first[name])
-        if not abs(first[name] - twin) < 2e-3 * twin:
-            sys.exit(f"{name}: the first loss is {first[name]}, the reference's {twin}; nothing was measured.")
-    times = interleaved(steps, options.rounds, "cuda")
-    standard, _ = median_and_spread(times["standard"])
+    peaks: dict[str, int] = {}
+    for name in arms:
+        first[name], peaks[name] = processes.answer(name)
+    for name, value in first.items():
+        twin = first.get(name.replace("fused", "reference"), value)
+        if not abs(value - twin) < 2e-3 * twin:
+            sys.exit(f"{name}: the first loss is {value}, the reference's {twin}; nothing was measured.")
+    times = processes.seconds(options.rounds)
+    standard = statistics.median(times["standard"] + times["standard again"])
     rows = {}
     print(f"\n{options.model}, {spec.attention.heads} heads, {options.batch} × 1024 tokens, compiled, bf16")
     for name, values in times.items():
@@ -238,7 +286,15 @@ def measure_step(options: argparse.Namespace) -> None:
         )
     result = {
         "provenance": provenance("cuda", options.commit),
-        "set_up": {"model": options.model, "heads": spec.attention.heads, "batch": options.batch, "tokens": 1024},
+        "set_up": {
+            "model": options.model,
+            "heads": spec.attention.heads,
+            "batch": options.batch,
+            "tokens": 1024,
+            "rounds": options.rounds,
+            "steps_a_turn": STEPS_A_TURN,
+            "processes": "one for each arm, taking turns",
+        },
         "arms": rows,
     }
     name = options.name or f"{options.model}-heads{spec.attention.heads}-cuda"
@@ -257,42 +313,53 @@ def library_text(count: int) -> Tensor:
     return torch.frombuffer(text[:count], dtype=torch.uint8).long()
 
 
+ORDERS = 3  # in which the rows of every batch are given
+
+
 def compare_training(options: argparse.Namespace) -> None:
-    """Loss curves of the reference, of the reference with the rows of every batch in another order (the same model up
-    to rounding), and of the kernel, which may stray from the reference twice as far as rounding alone does."""
+    """Loss curves of both implementations, each with the rows of every batch in several orders: the same model up to
+    rounding. As far as these stray from each other, so far may the kernel's mean curve stray from the reference's."""
     batch, length, steps = options.batch, options.length, options.steps
     text = library_text(batch * (length + 1) * min(steps, 40)).view(-1, batch, length + 1).cuda()
     result: dict[str, Any] = {"provenance": provenance("cuda", options.commit), "arms": {}}
     strays = []
     for name in options.arms:
-        curves = {}
-        impls: dict[str, Impl] = {"reference": "reference", "rounding": "reference", "fused": "triton"}
-        for label, impl in impls.items():
+        curves: dict[str, Tensor] = {}
+        impls: tuple[Impl, ...] = ("reference", "triton")
+        for impl in impls:
             torch._dynamo.reset()
-            coupling = CouplingSpec(**COUPLED[name])
-            model = Decoder(recipe(options.model, coupling=coupling, context=length), seed=0).cuda()
-            for module in model.modules():
-                if isinstance(module, Coupling):
-                    module.impl = impl
-            step = Step(model, text[0].clone())
-            step.optimiser.param_groups[0]["lr"] = 1e-3
-            losses = []
-            for i in range(steps):
-                step.ids.copy_(text[i % len(text)].flip(0) if label == "rounding" else text[i % len(text)])
-                losses.append(step())
-            curves[label] = torch.stack(losses).tolist()
-        truth = curves["reference"]
-        off = {
-            label: [abs(a - b) for a, b in zip(curves[label], truth, strict=True)] for label in ("rounding", "fused")
-        }
-        mean = {label: sum(values) / steps for label, values in off.items()}
+            shape = {"context": length}
+            step = prepared(options.model, batch, shape, COUPLED[name], impl)
+            step.ids = text[0].clone()
+            start = {key: value.clone() for key, value in step.model.state_dict().items()}
+            found = []
+            for order in range(ORDERS):
+                step.model.load_state_dict(start)
+                step.optimiser = torch.optim.AdamW(step.model.parameters(), lr=1e-3, fused=True)
+                losses = []
+                for i in range(steps):
+                    step.optimiser.param_groups[0]["lr"] = 1e-3 * min(1, (i + 1) / WARM_UP)
+                    step.ids.copy_(text[i % len(text)].roll(order, 0))
+                    losses.append(step())
+                found.append(torch.stack(losses))
+            curves[impl] = torch.stack(found).double().cpu()
+        # a mean over orders errs by the spread over √orders, a difference of two by √2 times that
+        noise = torch.cat([x - x.mean(0) for x in curves.values()]).square().sum(0) / (2 * ORDERS - 2)
+        allowed = (2 / ORDERS * noise).mean().sqrt()
+        apart = (curves["triton"].mean(0) - curves["reference"].mean(0)).square().mean().sqrt()
+        ends = {impl: float(x[:, -20:].mean()) for impl, x in curves.items()}
         print(
-            f"{options.model}, {name}: loss {truth[0]:.3f} → {truth[-1]:.4f}; kernel {curves['fused'][-1]:.4f}; "
-            f"mean |difference| over {steps} steps {mean['fused']:.2e}, by rounding alone {mean['rounding']:.2e}",
+            f"{options.model}, {name}, {ORDERS} × {steps} steps: loss {curves['reference'][0, 0]:.3f} → "
+            f"{ends['reference']:.4f} over the last 20, kernel {ends['triton']:.4f}; "
+            f"the mean curves are {apart:.2e} apart, as far as rounding alone makes them {allowed:.2e}",
             flush=True,
         )
-        result["arms"][name] = {"curves": curves, "mean_difference": mean}
-        if not mean["fused"] <= 2 * mean["rounding"]:
+        result["arms"][name] = {
+            "curves": {impl: x.tolist() for impl, x in curves.items()},
+            "apart": float(apart),
+            "by_rounding": float(allowed),
+        }
+        if not apart <= 2 * allowed:
             strays.append(name)
     keep(f"coupling-train-{options.name or options.model}", result, options.out)
     if strays:

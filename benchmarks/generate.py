@@ -104,16 +104,18 @@ def llama(size: Size) -> LlamaForCausalLM:
     )
 
 
-def build(size: Size, device: str) -> dict[str, PreTrainedModel]:
-    """Every arm in float32, in evaluation."""
+def build(size: Size, device: str, converted: bool) -> dict[str, PreTrainedModel]:
+    """Every arm in float32, in evaluation; Llama and its conversion if asked for."""
     models: dict[str, PreTrainedModel] = {}
     for arm, spec in specs(size).items():
         torch.manual_seed(0)
         models[arm] = QKLabForCausalLM(QKLabConfig(spec=spec))
-    models[LLAMA], models[CONVERTED] = llama(size), llama(size)
+    if converted:
+        models[LLAMA], models[CONVERTED] = llama(size), llama(size)
     for model in models.values():
         model.to(device).eval()  # pyright: ignore[reportArgumentType]
-    convert(models[CONVERTED], share="k=v")
+    if converted:
+        convert(models[CONVERTED], share="k=v")
     return models
 
 
@@ -273,6 +275,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--tiny", action="store_true", help="a small problem in float32")
     parser.add_argument("--cache", default="dynamic", choices=["dynamic", "static"], help="static is compiled on a GPU")
+    parser.add_argument("--without-llama", action="store_true", help="leave Llama and its conversion out")
     parser.add_argument("--batch", type=int)
     parser.add_argument("--prompt", type=int)
     parser.add_argument("--new", type=int)
@@ -286,7 +289,7 @@ def main() -> None:
     size = Size(**(vars(base) | changed))
     dtype = torch.float32 if options.tiny else torch.bfloat16
     torch._dynamo.config.recompile_limit = 64
-    models = build(size, device)
+    models = build(size, device, not options.without_llama)
     way = {"cache_implementation": "static"} if options.cache == "static" else {}
     gate(models, size, way, device)
     for model in models.values():

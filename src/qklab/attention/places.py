@@ -30,6 +30,7 @@ class Places(NamedTuple):
     starts: Tensor | None = None  # [B], where a cached row's text starts after its left padding
     lengths: Tensor | None = None  # [B], how many of the S slots of a static cache are filled
     turns: Angles | None = None  # cos, sin [S, rotated/2] by position, where the keys of a cache turn on reading
+    tables: Angles | None = None  # (cos, cos) and (−sin, sin) of the new tokens, where a cache is read step by step
 
 
 @torch.library.custom_op("qklab::rope_angles", mutates_args=())
@@ -79,17 +80,20 @@ def locate(spec: AttentionSpec, x: Tensor, segments: Tensor | None, cache: Cache
         # SDPA's own triangle is aligned top-left: right for a first chunk, wrong after a cached prefix
         mask = (own[:, None] >= slots)[None, None] if spec.causal and started and tokens > 1 else None
         causal = spec.causal and not started
-    angles = key_angles = turns = None
+    angles = key_angles = turns = tables = None
     if spec.rotated_width:
         precision = torch.float64 if x.dtype == torch.float64 else torch.float32
         angles = rope_angles(positions, spec.rotated_width, spec.rope_base, precision)
+        if started and not torch.compiler.is_compiling():
+            cos, sin = angles
+            tables = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
         if spec.kv_rotation == "on-read":
             key_angles = rope_angles(key_positions, spec.rotated_width, spec.rope_base, precision)
             if started:
                 cos, sin = rope_angles(slots[None], spec.rotated_width, spec.rope_base, precision)
                 turns = cos[0, :, 0], sin[0, :, 0]
     starts = None if cache is None else cache.left_padding
-    return Places(positions, mask, causal, angles, key_angles, blocks, started, starts, lengths, turns)
+    return Places(positions, mask, causal, angles, key_angles, blocks, started, starts, lengths, turns, tables)
 
 
 def triangle(slots: Tensor, before: int) -> Tensor:

@@ -28,6 +28,17 @@ def turned(x: Tensor, angles: Angles | None, direction: float = 1.0) -> Tensor:
     return y if rotated == x.shape[-1] else torch.cat([y, x[..., rotated:]], -1)
 
 
+def placed(x: Tensor, places: Places, direction: float = 1.0) -> Tensor:
+    """R_p x [B, T, heads, D] at the new tokens' positions; −1.0 turns back.
+
+    Step by step through a cache, the host's time for each operation counts: x ⊙ (cos, cos) + swapped(x) ⊙ (−sin, sin).
+    """
+    if places.tables is None or places.tables[0].shape[-1] != x.shape[-1]:
+        return turned(x, places.angles, direction)
+    cos, sin = places.tables
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin, value=direction).to(x.dtype)
+
+
 class Unrotated(nn.Module):
     """No rotation: learned positions were added in the decoder, or there are none."""
 
@@ -40,7 +51,7 @@ class Unrotated(nn.Module):
         """q [B, T, H, D], k [B, T, G, D] → the same shapes."""
         angles, turns_key = self.turning(places)
         if angles is not None:
-            q, k = turned(q, angles), turned(k, angles) if turns_key else k
+            q, k = placed(q, places), placed(k, places) if turns_key else k
         return self.scaled(q), k
 
     def turning(self, places: Places) -> tuple[Angles | None, bool]:
@@ -87,7 +98,7 @@ class RopeOnce(Rope):
     formula = "q_i ← R_i q_i ; k_j = v_j ← R_j k_j ; o_i ← R_i⁻¹ o_i"
 
     def undo(self, o: Tensor, places: Places) -> Tensor:
-        return turned(o, places.angles, -1.0)
+        return placed(o, places, -1.0)
 
 
 class RopeOnRead(Unrotated):
@@ -123,7 +134,7 @@ class RopeLatent(Unrotated):
 
     def tail_turned(self, x: Tensor, places: Places) -> Tensor:
         head, tail = x[..., : -self.rotated_width], x[..., -self.rotated_width :]
-        return torch.cat([head, turned(tail, places.angles)], -1)
+        return torch.cat([head, placed(tail, places)], -1)
 
 
 class Asymmetry2D(nn.Module):

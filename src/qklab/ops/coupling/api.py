@@ -72,7 +72,7 @@ def couple(
     device = q.device.type
     cast = torch.is_autocast_enabled(device) and q.dtype != torch.float64
     precision = torch.get_autocast_dtype(device) if cast else q.dtype
-    if taken(impl, q.device, obstacle(q, networks, precision), objection(q, kind, precision)) == "reference":
+    if taken(impl, q.device, obstacle(q, networks, precision), objection(precision)) == "reference":
         return reference.couple(
             q, k, kind, networks, step, steps, scale_limit, norm, angles, turn_key and angles is not None, precision
         )
@@ -116,14 +116,10 @@ def held_bytes(network: Network, precision: torch.dtype) -> int:
     return (1 + outer) * rows * columns * precision.itemsize
 
 
-def objection(q: Tensor, kind: str, precision: torch.dtype) -> str | None:
+def objection(precision: torch.dtype) -> str | None:
     """Why the kernel, although it could, is not taken unless asked for; README.md has what was measured."""
     if precision.itemsize > 2:
         return "the products are wider than 16 bits"
-    if kind == "affine":
-        return "for affine maps it is no faster than torch's compiled code, though it takes less memory"
-    if q.shape[-1] > 64:
-        return f"it is not known to be faster for heads wider than 64 entries, and these have {q.shape[-1]}"
     return None
 
 

@@ -97,8 +97,9 @@ def forced_weights(
     p_b1,
     p_w2,
     p_b2,
+    p_drifts,  # [drifts, aside]: what forced_backward's programs summed, the step's gradient by its drifts first
     p_sums,  # [programs / SLICES, total]: the programs' share of every gradient, each weight from its own offset on
-    p_kicks,  # [programs]: their share of the step's gradient
+    p_kicks,  # [programs]: their share of the step's gradient by its kicks, where there are several slices
     q_b,
     q_t,
     q_h,
@@ -108,7 +109,10 @@ def forced_weights(
     tiles,
     per_head,
     step_per_head,
+    drifts,
+    aside,
     total,
+    o_step,
     o_w1,
     o_b1,
     o_w2,
@@ -193,4 +197,10 @@ def forced_weights(
     store_matrix(p_sums + o_w1, step * b_dw1, o_h, m_h, D, o_d, m_d, 1)
     if p_b1 is not None:
         tl.store(p_sums + o_b1 + o_h, step * tl.sum(tl.sum(b_db1, 0), 0), mask=m_h)
-    tl.store(p_kicks + tl.program_id(0), along)
+    if SLICES > 1:
+        tl.store(p_kicks + tl.program_id(0), along)
+        along = tl.zeros([], WIDE)
+    if i_slice == 0:
+        for i_drift in range(program, drifts, programs):  # of this program's key head, if headed
+            along += tl.load(p_drifts + i_drift * aside)
+        tl.store(p_sums + o_step, along)

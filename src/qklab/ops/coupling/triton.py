@@ -260,13 +260,16 @@ class Parts:
             begin = i * self.most
             yield begin, min(self.most, self.blocks - begin) * self.call.G, self.sums[i], self.asides[i]
 
-    def gradients(self) -> tuple[Tensor, Tensor]:
-        """The weights' gradients [G or 1, total], and what was summed aside; gains are not among the first yet."""
-        sums, asides = self.sums.flatten(0, 1), self.asides.flatten(0, 1)
-        return self.call.summed(sums, self.call.G), self.call.summed(asides, self.call.G)
+    def gradients(self) -> Tensor:
+        """The weights' gradients [G or 1, total], but for the gains."""
+        return self.call.summed(self.sums.flatten(0, 1), self.call.G)
 
-    def put_gains(self, flat: Tensor, asides: Tensor) -> None:
-        for name, gain in zip(("query_gain", "key_gain"), asides.split(self.call.D, 1), strict=True):
+    def put_gains(self, flat: Tensor, first: int) -> None:
+        """Put the gradients of gains, which were summed aside from column `first` on, where they belong in `flat`."""
+        if not self.call.starts.keys() & {"query_gain", "key_gain"}:
+            return
+        gains = self.call.summed(self.asides.flatten(0, 1), self.call.G)[:, first:].split(self.call.D, 1)
+        for name, gain in zip(("query_gain", "key_gain"), gains, strict=True):
             if name in self.call.starts:
                 flat[:, self.call.starts[name] :][:, : self.call.D] = gain
 
@@ -296,8 +299,8 @@ def affine_backward(call: Call, how: Launch, dq_out: Tensor, dk_out: Tensor, dq:
                 *call.network_starts(i), HEADED=call.headed(), G=call.G, SLICE=parts.slice, **shape,
                 **options(parts.then) | {"BM": how.block},
             )  # fmt: skip
-    flat, gains = parts.gradients()
-    parts.put_gains(flat, gains)
+    flat = parts.gradients()
+    parts.put_gains(flat, 0)
     return flat
 
 
@@ -307,7 +310,7 @@ def forced_backward(call: Call, how: Launch, dq_out: Tensor, dk_out: Tensor, dq:
     left = call.steps + (call.kind == "leapfrog") - lean
     tiles = 1 if lean and call.kind == "euler" else 2 * left
     parts = Parts(call, how, tiles=tiles, units=max(left, 1), aside=1 + 2 * call.D)
-    kicks = call.q.new_empty((parts.count, parts.later, parts.slices), dtype=call.wide)
+    kicks = call.q.new_empty((parts.count, parts.later, parts.slices), dtype=call.wide) if parts.slices > 1 else None
     keys = None
     if call.steps > 1 and call.kind == "euler":
         keys = call.q.new_empty((parts.programs, call.steps, how.block, call.DP), dtype=call.precision)
@@ -326,16 +329,18 @@ def forced_backward(call: Call, how: Launch, dq_out: Tensor, dk_out: Tensor, dq:
         )  # fmt: skip
         run(
             forced_weights.forced_weights, parts.later * parts.slices,
-            parts.work, call.q, dk, call.weights["step"], *call.network(0), sums, kicks[begin // parts.most],
-            *strides(call.q), call.rows, call.T, begin, tiles,
-            call.per_head, call.step_per_head, call.total, *call.network_starts(0),
+            parts.work, call.q, dk, call.weights["step"], *call.network(0),
+            asides, sums, None if kicks is None else kicks[begin // parts.most],
+            *strides(call.q), call.rows, call.T, begin, tiles, call.per_head, call.step_per_head,
+            parts.programs, asides.shape[1], call.total, call.starts["step"], *call.network_starts(0),
             HEADED=call.headed(), G=call.G, SLICE=parts.slice, LEFT=left, LEAN=lean,
             KIND=KINDS[call.kind], FORCE=call.force, EVEN=call.T % how.block == 0,
             **shape, **options(parts.then) | {"BM": how.block},
         )  # fmt: skip
-    flat, aside = parts.gradients()
-    flat[:, call.starts["step"]] = aside[:, 0] + call.summed(kicks.flatten(0, 1), call.G).sum(1)
-    parts.put_gains(flat, aside[:, 1:])
+    flat = parts.gradients()
+    if kicks is not None:
+        flat[:, call.starts["step"]] += call.summed(kicks.flatten(0, 1), call.G).sum(1)
+    parts.put_gains(flat, 1)
     return flat
 
 

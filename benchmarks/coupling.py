@@ -188,7 +188,6 @@ class Step:
 
 
 STEPS_A_TURN = 5
-WARM_UP = 20
 
 
 def prepared(model_name: str, batch: int, shape: dict[str, Any], choices: dict[str, Any] | None, impl: Impl) -> Step:
@@ -314,6 +313,7 @@ def library_text(count: int) -> Tensor:
 
 
 ORDERS = 3  # in which the rows of every batch are given
+WARM_UP = 20  # steps until the learning rate of the loss curves is reached
 
 
 def compare_training(options: argparse.Namespace) -> None:
@@ -328,8 +328,7 @@ def compare_training(options: argparse.Namespace) -> None:
         impls: tuple[Impl, ...] = ("reference", "triton")
         for impl in impls:
             torch._dynamo.reset()
-            shape = {"context": length}
-            step = prepared(options.model, batch, shape, COUPLED[name], impl)
+            step = prepared(options.model, batch, {"context": length}, COUPLED[name], impl)
             step.ids = text[0].clone()
             start = {key: value.clone() for key, value in step.model.state_dict().items()}
             found = []

@@ -704,6 +704,13 @@ def until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
         time.sleep(0.01)
 
 
+def quiet(seconds: float = 0.5) -> bool:
+    """Whether nothing is asked of the store for so long: then what goes with a checkpoint is there, too."""
+    before = len(Frail.done)
+    time.sleep(seconds)
+    return len(Frail.done) == before
+
+
 def test_while_it_trains_checkpoints_are_carried_at_once_and_records_now_and_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -716,6 +723,7 @@ def test_while_it_trains_checkpoints_are_carried_at_once_and_records_now_and_the
         until(lambda: metrics.exists() and metrics.stat().st_size == size)  # its first look
         save(machine.checkpoints(), 3)
         until(lambda: 3 in whole_at_store())
+        until(quiet)
         file = MetricsFile(machine.folder / "metrics.jsonl")
         file.append({"kind": "train", "step": 4})
         time.sleep(0.2)

@@ -169,7 +169,8 @@ def lost(study: RayStudy, cluster: Any, node: Any) -> None:
     results = study.carry_out(TWO, told)
     assert len(victims) == 2
     assert not held
-    assert told.count("its process died (its Ray worker or node was lost); it is resumed") == 2
+    # a run that was just being sent to the lost node is lost with it
+    assert told.count("its process died (its Ray worker or node was lost); it is resumed") >= 2
     folder, chosen = study.folder, chosen_lrs(study.spec, results)
     for run in (*tuning(study.spec), *confirming(study.spec, chosen)):
         assert log_of(folder, run).read_text().count("on the node ") > victims.count(run.folder(folder))

@@ -3,6 +3,7 @@
     python benchmarks/coupling.py op                  # on a GPU: forward and backward of the operation alone
     python benchmarks/coupling.py step --model 51m    # training steps, torch's own compiled code and the fused kernel
     python benchmarks/coupling.py step --model 51m --heads 4   # … with heads of 128
+    python benchmarks/coupling.py step --model 51m --recompute # … and what Decoder.recompute saves and costs
     python benchmarks/coupling.py train --model nano  # loss curves of both implementations over 200 steps
 
 Correctness comes first: where the kernel's error against float64 exceeds twice the low-precision reference's, or a
@@ -28,6 +29,7 @@ from qklab import CouplingSpec, Decoder, recipe
 from qklab.attention.couple import COUPLINGS, Coupling
 from qklab.attention.places import rope_angles
 from qklab.attention.spec import AttentionSpec
+from qklab.model.decoder import Recompute
 from qklab.ops.dispatch import Impl
 from qklab.ops.loss import linear_cross_entropy
 
@@ -190,13 +192,21 @@ class Step:
 STEPS_A_TURN = 5
 
 
-def prepared(model_name: str, batch: int, shape: dict[str, Any], choices: dict[str, Any] | None, impl: Impl) -> Step:
+def prepared(
+    model_name: str,
+    batch: int,
+    shape: dict[str, Any],
+    choices: dict[str, Any] | None,
+    impl: Impl,
+    recompute: Recompute = "none",
+) -> Step:
     """A training step of a model with this coupling on a GPU."""
     coupling = None if choices is None else CouplingSpec(**choices)
     model = Decoder(recipe(model_name, coupling=coupling, **shape), seed=0).cuda()
     for module in model.modules():
         if isinstance(module, Coupling):
             module.impl = impl
+    model.recompute(recompute)
     torch.manual_seed(0)
     return Step(model, torch.randint(model.spec.vocab, (batch, 1025), device="cuda"))
 
@@ -244,16 +254,23 @@ class Arms:
 
 def measure_step(options: argparse.Namespace) -> None:
     shape = {} if options.heads is None else {"heads": options.heads}
-    arms: dict[str, tuple[dict[str, Any] | None, Impl]] = {"standard": (None, "auto"), "standard again": (None, "auto")}
+    arms: dict[str, tuple[dict[str, Any] | None, Impl, Recompute]] = {
+        "standard": (None, "auto", "none"),
+        "standard again": (None, "auto", "none"),
+    }
+    if options.recompute:
+        arms["standard, layers recomputed"] = None, "auto", "layers"
     spec = recipe(options.model, **shape)
     for name in options.arms:
         choices = COUPLED[name]
         if not options.fused_only:
-            arms[f"{name}, reference"] = choices, "reference"
+            arms[f"{name}, reference"] = choices, "reference", "none"
         if refusal := refused(spec.attention.head_width, choices):
             print(f"{name}: {refusal}")
         else:
-            arms[f"{name}, fused"] = choices, "triton"
+            arms[f"{name}, fused"] = choices, "triton", "none"
+            if options.recompute:
+                arms[f"{name}, fused, recomputed"] = choices, "triton", "coupling"
     print(f"preparing {', '.join(arms)} …", flush=True)
     processes = Arms({name: (options.model, options.batch, shape, *arm) for name, arm in arms.items()})
     first: dict[str, float] = {}
@@ -261,9 +278,10 @@ def measure_step(options: argparse.Namespace) -> None:
     for name in arms:
         first[name], peaks[name] = processes.answer(name)
     for name, value in first.items():
-        twin = first.get(name.replace("fused", "reference"), value)
+        arm = name.split(", ")[0]
+        twin = first.get(f"{arm}, reference", first.get(f"{arm}, fused", first["standard"]))
         if not abs(value - twin) < 2e-3 * twin:
-            sys.exit(f"{name}: the first loss is {value}, the reference's {twin}; nothing was measured.")
+            sys.exit(f"{name}: the first loss is {value}, its twin's {twin}; nothing was measured.")
     times = processes.seconds(options.rounds)
     standard = statistics.median(times["standard"] + times["standard again"])
     rows = {}
@@ -280,7 +298,7 @@ def measure_step(options: argparse.Namespace) -> None:
             "first_loss": first[name],
         }
         print(
-            f"  {name:<24} {1e3 * middle:8.2f} ms ±{100 * spread:.1f}% {middle / standard:6.3f} ×  "
+            f"  {name:<30} {1e3 * middle:8.2f} ms ±{100 * spread:.1f}% {middle / standard:6.3f} ×  "
             f"{peaks[name] / 2**30:6.2f} GiB {memory:5.3f} ×"
         )
     result = {
@@ -378,6 +396,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="of the loss curves")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--fused-only", action="store_true", help="leave the reference's arms out")
+    parser.add_argument("--recompute", action="store_true", help="arms that compute again what others keep, too")
     parser.add_argument("--name", help="what the result file's name ends with")
     parser.add_argument("--commit", help="the commit measured, where git cannot be asked")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result file")

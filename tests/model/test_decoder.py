@@ -268,3 +268,50 @@ def test_compiled_decoding_needs_no_graph_per_length(name: str) -> None:
     decoded = torch.cat([compiled(chunk, cache=cache) for chunk in ids.split([10] + [1] * 10, 1)], 1)
     torch.testing.assert_close(decoded, decoder(ids))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
+
+
+def kept_and_gradients(decoder: Decoder, segments: torch.Tensor) -> tuple[int, list[torch.Tensor]]:
+    """Bytes that the forward pass keeps for the backward, and the gradients."""
+    kept: dict[int, int] = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    torch.manual_seed(1)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        loss = decoder(tokens(), segments=segments).square().mean()
+    own = {p.untyped_storage().data_ptr() for p in decoder.parameters()}
+    gradients = torch.autograd.grad(loss, list(decoder.parameters()))
+    return sum(size for at, size in kept.items() if at not in own), list(gradients)
+
+
+@pytest.mark.parametrize("choice", ["leapfrog", "affine", "none"])
+def test_recomputing_keeps_less_and_gives_the_same_gradients(choice: str) -> None:
+    coupling = None if choice == "none" else CouplingSpec(kind=choice)
+    spec = recipe("nano", **SMALL, coupling=coupling).replace(dropout=0.3)
+    decoder = Decoder(spec, seed=0)
+    segments = (torch.arange(12) > 6).long().expand(2, -1)
+    kept, gradients = kept_and_gradients(decoder, segments)
+    fewer = {}
+    for what in ("coupling", "layers", "none"):
+        decoder.recompute(what)
+        fewer[what], again = kept_and_gradients(decoder, segments)
+        assert all(map(torch.equal, again, gradients)), what
+    assert fewer["none"] == kept
+    assert fewer["coupling"] < kept if coupling else fewer["coupling"] == kept
+    assert fewer["layers"] < 0.2 * kept
+
+
+def test_recomputing_leaves_decoding_alone() -> None:
+    decoder, ids = model("(Q,K=V) leapfrog gqa"), tokens()
+    expected = decoder(ids)
+    for what in ("coupling", "layers"):
+        decoder.recompute(what)
+        cache = decoder.new_cache(2, 12)
+        torch.testing.assert_close(torch.cat([decoder(part, cache=cache) for part in ids.split(4, 1)], 1), expected)
+
+
+def test_an_unknown_recomputation_is_refused() -> None:
+    with pytest.raises(ValueError, match="recompute must be one of none, coupling, layers, but 'blocks' came"):
+        model("standard").recompute("blocks")  # pyright: ignore[reportArgumentType]

@@ -107,8 +107,10 @@ def test_accumulated_micro_batches_are_the_batch(settings: Settings, alone: Path
     assert curve(tmp_path / "run") == pytest.approx(curve(alone), abs=2e-5)
 
 
-def test_accumulation_on_ranks(together: Callable[..., None], settings: Settings, alone: Path, tmp_path: Path) -> None:
+def test_accumulation_and_recomputation_on_ranks(
+    together: Callable[..., None], settings: Settings, alone: Path, tmp_path: Path
+) -> None:
     for parallel in ("ddp", "fsdp"):
-        spec, execution = settings(execution={"rows": 2, "parallel": parallel})
+        spec, execution = settings(execution={"rows": 2, "parallel": parallel, "recompute": "layers"})
         together(2, spec, execution, tmp_path / parallel)
         assert curve(tmp_path / parallel) == pytest.approx(curve(alone), abs=2e-5)

@@ -170,6 +170,18 @@ def test_options_train_and_resume_bit_equal(
     assert losses(tmp_path / "whole") != losses(tmp_path / "plain")  # the option does something
 
 
+def test_recomputing_changes_nothing_and_may_change_when_a_run_resumes(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, execution = settings(model={"dropout": 0.2}, attention={"coupling": {"kind": "leapfrog"}})
+    train(spec, tmp_path / "kept", execution)
+    monkeypatch.setattr(Loop, "stopping", lambda self, stop: self.state.step == 7)
+    train(spec, tmp_path / "recomputed", execution.replace(recompute="coupling"))
+    monkeypatch.undo()
+    train(spec, tmp_path / "recomputed", execution.replace(recompute="layers"))
+    assert losses(tmp_path / "recomputed") == losses(tmp_path / "kept")
+
+
 def test_muon_trains_and_resumes_bit_equal(settings: Settings, tmp_path: Path, spawn: Callable[..., Any]) -> None:
     """In a process of its own: torch's Muon computes in bf16, for which some processors need a guard set early."""
     spec, execution = settings(optimiser={"kind": "muon"})

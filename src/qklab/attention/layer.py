@@ -2,12 +2,13 @@
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from qklab.attention.cache import Cache, cache_class
 from qklab.attention.couple import COUPLINGS, Linear
 from qklab.attention.norm import NORMS
 from qklab.attention.places import Places, locate
-from qklab.attention.project import Projection
+from qklab.attention.project import Projected, Projection
 from qklab.attention.spec import AttentionSpec
 from qklab.ops.coupling import Norm
 
@@ -31,6 +32,7 @@ class Attention(nn.Module):
         # built last, so that under one seed a layer with coupling draws the same other weights as one without
         self.couple = COUPLINGS[spec.coupling.kind](spec) if spec.coupling is not None else None
         self.watched: Tensor | None = None  # [heads], raised to the largest logit of every training pass
+        self.recomputes = False  # whether a backward pass makes q and k anew rather than keep what they came from
 
     def forward(
         self, x: Tensor, *, segments: Tensor | None = None, cache: Cache | None = None, places: Places | None = None
@@ -44,12 +46,10 @@ class Attention(nn.Module):
             places = self.locate(x, segments, cache)
         elif segments is not None:
             raise ValueError("places already say where the segments are; give one of the two.")
-        q, k, v = self.project(x)
-        if self.couple is not None:
-            q, k = self.coupled(q, k, places)
+        if self.recomputes and torch.is_grad_enabled():
+            q, k, v = checkpoint(self.prepare, x, places, use_reentrant=False, preserve_rng_state=False)
         else:
-            q, k = (q, k) if self.normalise is None else self.normalise(q, k)
-            q, k = self.rotate(q, k, places)
+            q, k, v = self.prepare(x, places)
         if cache is not None:
             k, v = remember(cache, k, v)
         k, v = self.rotate.read(k, v, places)
@@ -59,6 +59,16 @@ class Attention(nn.Module):
         o = self.mix(q, k, v, x, places, self.rotate.bias(places))
         o = self.mix.finish(self.rotate.undo(o, places))
         return self.output(o.flatten(2))
+
+    def prepare(self, x: Tensor, places: Places) -> Projected:
+        """Stages 1 to 4 of the new tokens: x [B, T, width] → q [B, T, H, D], k and v [B, T, G, D]."""
+        q, k, v = self.project(x)
+        if self.couple is not None:
+            q, k = self.coupled(q, k, places)
+        else:
+            q, k = (q, k) if self.normalise is None else self.normalise(q, k)
+            q, k = self.rotate(q, k, places)
+        return q, k, v
 
     def coupled(self, q: Tensor, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         """Stages 2 to 4 as one operation, which reads q and k once and writes them once."""

@@ -1,8 +1,11 @@
 """A decoder language model around the attention layer."""
 
+from typing import Literal, get_args
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from qklab.attention.cache import Cache
 from qklab.attention.layer import Attention
@@ -12,6 +15,9 @@ from qklab.model.generate import check_ids, generate
 from qklab.model.initialise import initialise
 from qklab.model.spec import DecoderSpec
 from qklab.ops.gelu import gelu
+
+Recompute = Literal["none", "coupling", "layers"]
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 
 
 class SwiGLU(nn.Module):
@@ -118,6 +124,7 @@ class Decoder(nn.Module):
         learned = spec.attention.position == "learned"
         self.positions = LearnedPositions(spec.context, spec.width) if learned else None
         self.dropout = nn.Dropout(spec.dropout) if spec.dropout else nn.Identity()
+        self.recomputes_layers = False
         self.blocks = nn.ModuleList(Block(spec, layer) for layer in range(spec.layers))
         self.norm = new_norm(spec)
         self.head = nn.Linear(spec.width, spec.vocab, bias=False)
@@ -144,9 +151,26 @@ class Decoder(nn.Module):
         if torch.is_autocast_enabled(x.device.type) and x.dtype == torch.float32:
             # the residual stream too: half the bytes for every addition and norm of every layer
             x = x.to(torch.get_autocast_dtype(x.device.type))
+        again = self.recomputes_layers and cache is None and torch.is_grad_enabled()
         for layer, block in enumerate(self.blocks):
-            x = block(x, places, None if cache is None else cache[layer])
+            if again:
+                x = checkpoint(block, x, places, None, use_reentrant=False, preserve_rng_state=self.spec.dropout > 0)
+            else:
+                x = block(x, places, None if cache is None else cache[layer])
         return self.norm(x)
+
+    def recompute(self, what: Recompute) -> None:
+        """What backward passes compute again instead of keeping it, for less memory and the same gradients.
+
+        "coupling": queries and keys as projected, where a coupling needs them to go back; "layers": everything inside a
+        layer, so that only what goes from layer to layer is kept; "none".
+        """
+        if what not in RECOMPUTE:
+            raise ValueError(f"recompute must be one of {', '.join(RECOMPUTE)}, but {what!r} came.")
+        self.recomputes_layers = what == "layers"
+        for layer in range(self.spec.layers):
+            attention = self.attention(layer)
+            attention.recomputes = what == "coupling" and attention.couple is not None
 
     def attention(self, layer: int) -> Attention:
         block = self.blocks[layer]

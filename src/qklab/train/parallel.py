@@ -25,6 +25,7 @@ def distribute(objective: Objective, execution: ExecutionSpec, machine: Machine,
     DDP keeps a copy of the model on every rank and averages gradients. FSDP2 keeps a share of each parameter, gradient
     and optimiser state on every rank and gathers one block's parameters at a time.
     """
+    objective.decoder.recompute(execution.recompute)
     if machine.world > 1 and execution.parallel == "fsdp":
         mesh = init_device_mesh(machine.device.type, (machine.world,))
         half = torch.bfloat16 if bf16 else None

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from qklab.data.order import PACKINGS
 from qklab.data.shards import MANIFEST, Corpus
 from qklab.data.spec import DataSpec
+from qklab.model.decoder import RECOMPUTE, Recompute
 from qklab.model.recipes import recipe
 from qklab.model.spec import DecoderSpec
 from qklab.optim.control_spec import LogitControlSpec
@@ -81,7 +82,8 @@ class ExecutionSpec(Spec):
     """How to run, without changing what is computed beyond rounding; may differ when a run is resumed.
 
     `device` auto: a GPU if there is one. `compile` auto: on a GPU. `rows`: windows per forward pass and rank, by
-    default all of the rank's. `parallel`: how several ranks share the model. `threads`: by default the machine's cores
+    default all of the rank's. `recompute`: what backward passes compute again instead of keeping it (see
+    `Decoder.recompute`). `parallel`: how several ranks share the model. `threads`: by default the machine's cores
     shared by its ranks. A checkpoint is due every `checkpoint_minutes`, or every `checkpoint_steps` if given, at every
     evaluation that is the best so far, and at the end; the last `keep` and the best stay.
     """
@@ -89,6 +91,7 @@ class ExecutionSpec(Spec):
     device: Literal["auto", "cpu", "cuda"] = choice("auto", ("auto", "cpu", "cuda"))
     compile: Literal["auto", "yes", "no"] = choice("auto", ("auto", "yes", "no"))
     rows: int = whole(None)
+    recompute: Recompute = choice("none", RECOMPUTE)
     parallel: Literal["ddp", "fsdp"] = choice("ddp", ("ddp", "fsdp"))
     threads: int = whole(None)
     checkpoint_minutes: float = real(5.0, above=0.0)

@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from qklab import AttentionSpec, CouplingSpec
+from qklab.attention.layer import Attention
 from qklab.ops.coupling import Network, Norm, api, couple
 from qklab.ops.dispatch import Impl
 from qklab.testing.contracts import within_budget
@@ -102,7 +104,7 @@ def test_the_kernel_in_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stdout + answer.stderr
-    ran = len(CASES) + len(LOW) + 9  # what needs a real GPU, and this test, are skipped
+    ran = len(CASES) + len(LOW) + 11  # what needs a real GPU, and this test, are skipped
     assert f"{ran} passed" in answer.stdout
 
 
@@ -348,6 +350,33 @@ def test_only_inputs_and_weights_are_kept_for_the_backward() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         couple(**given, impl="triton")
     assert {tensor.untyped_storage().data_ptr() for tensor in kept} <= known
+
+
+@on_kernel
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_a_layer_that_recomputes_keeps_what_the_kernel_gave(
+    backend: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It projects again and gives the same gradients, but the map itself is not run twice."""
+    from qklab.ops.coupling import triton as launches
+
+    plain, runs = launches.forward, []
+    monkeypatch.setattr(launches, "forward", lambda *given: runs.append(1) or plain(*given))
+    torch.manual_seed(0)
+    layer = Attention(AttentionSpec(width=24, heads=2, coupling=CouplingSpec(kind="leapfrog"))).to(DEVICE)
+    assert layer.couple is not None
+    layer.couple.impl = "triton"
+    x = torch.randn(2, 9, 24, device=DEVICE)
+    found, projected = [], []
+    if backend is None:
+        layer.project.register_forward_hook(lambda *_: projected.append(layer.recomputes))
+    for layer.recomputes in (False, True):
+        torch._dynamo.reset()
+        call = layer if backend is None else torch.compile(layer, backend=backend, fullgraph=True)
+        found.append(torch.autograd.grad(call(x).square().sum(), list(layer.parameters())))
+    assert projected == ([False, True, True] if backend is None else [])
+    assert all(map(torch.equal, *found))
+    assert len(runs) == 2
 
 
 @on_kernel

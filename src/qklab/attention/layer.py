@@ -1,8 +1,10 @@
 """Attention: the five stages in order."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from qklab.attention.cache import Cache, cache_class
 from qklab.attention.couple import COUPLINGS, Linear
@@ -32,7 +34,7 @@ class Attention(nn.Module):
         # built last, so that under one seed a layer with coupling draws the same other weights as one without
         self.couple = COUPLINGS[spec.coupling.kind](spec) if spec.coupling is not None else None
         self.watched: Tensor | None = None  # [heads], raised to the largest logit of every training pass
-        self.recomputes = False  # whether a backward pass makes q and k anew rather than keep what they came from
+        self.recomputes = False  # whether backward passes project anew rather than keep what a coupling came from
 
     def forward(
         self, x: Tensor, *, segments: Tensor | None = None, cache: Cache | None = None, places: Places | None = None
@@ -47,7 +49,9 @@ class Attention(nn.Module):
         elif segments is not None:
             raise ValueError("places already say where the segments are; give one of the two.")
         if self.recomputes and torch.is_grad_enabled():
-            q, k, v = checkpoint(self.prepare, x, places, use_reentrant=False, preserve_rng_state=False)
+            q, k, v = checkpoint(
+                self.prepare, x, places, use_reentrant=False, preserve_rng_state=False, context_fn=keeping_coupled
+            )
         else:
             q, k, v = self.prepare(x, places)
         if cache is not None:
@@ -127,6 +131,16 @@ class Attention(nn.Module):
 
     def extra_repr(self) -> str:
         return self.spec.name
+
+
+def keeping_coupled() -> Any:
+    """For checkpoint: what the coupling's kernel gives is kept, since attention keeps it anyway, all else is not."""
+    coupled = torch.ops.qklab.couple.default
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op is coupled else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 def remember(cache: Cache, k: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor | None]:

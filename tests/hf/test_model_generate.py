@@ -7,6 +7,9 @@ import torch
 from small_models import END, KINDS, Small
 from transformers import CompileConfig
 
+from qklab.hf import model as model_of_transformers
+from qklab.hf import padding
+
 every_kind = pytest.mark.parametrize("kind", KINDS)
 NEW = 7
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "suppress_tokens": [END]}
@@ -87,3 +90,46 @@ def test_what_generate_cannot_do_is_one_sentence(small: Small, ids: torch.Tensor
         model.generate(ids, attention_mask=left.flip(-1), **GREEDY)
     with pytest.raises(ValueError, match="learned positions for 64 tokens, but 65 came; shorten the text"):
         small("learned").generate(ids, max_new_tokens=60, do_sample=False, eos_token_id=None, attention_mask=left)
+
+
+@pytest.mark.parametrize(
+    ("way", "lengths"),
+    [({}, [9]), ({"cache_implementation": "static"}, [9]), ({"prefill_chunk_size": 2}, [2, 4])],  # 4: padding came, too
+    ids=str,
+)
+def test_a_mask_that_only_goes_on_is_not_examined_again(
+    way: dict[str, Any],
+    lengths: list[int],
+    small: Small,
+    ids: torch.Tensor,
+    left: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    examined: list[int] = []
+    for module in (model_of_transformers, padding):
+        monkeypatch.setattr(module, "check_pieces", lambda mask: examined.append(mask.shape[1]))
+    small().generate(ids, attention_mask=left, disable_compile=True, **GREEDY, **way)
+    assert examined == lengths
+
+
+@torch.no_grad()
+def test_a_mask_is_examined_again_once_the_cache_has_changed(
+    small: Small, ids: torch.Tensor, left: torch.Tensor
+) -> None:
+    """Rows change places, or the caller writes into the mask: what does not fit is still seen."""
+    model, one, more = small(), ids[:, :1], torch.ones(3, 1, dtype=torch.long)
+    turned = torch.tensor([2, 1, 0])
+    for change in ("rows", "mask"):
+        mask = left.clone()
+        cache = model(ids, attention_mask=mask).past_key_values
+        if change == "rows":
+            cache.reorder_cache(turned)
+        else:
+            mask.fill_(1)
+        with pytest.raises(ValueError, match="now begins the rows at"):
+            model(one, attention_mask=torch.cat([mask, more], 1), past_key_values=cache)
+    cache = model(ids, attention_mask=left).past_key_values
+    cache.reorder_cache(turned)
+    expected = model(torch.cat([ids[turned], one], 1), attention_mask=torch.cat([left[turned], more], 1)).logits[:, -1]
+    found = model(one, attention_mask=torch.cat([left[turned], more], 1), past_key_values=cache).logits[:, -1]
+    torch.testing.assert_close(found, expected)

@@ -29,6 +29,7 @@ class QKLabCacheLayer(CacheLayerMixin):
         self.cache: attention_cache.Cache | None = None
         self.left_padding: Tensor | None = None  # [B]
         self.right_padded = False
+        self.seen: Tensor | None = None  # [B, S], the mask that `left_padding` was last found to agree with
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.spec.name})"
@@ -113,6 +114,7 @@ class QKLabCacheLayer(CacheLayerMixin):
             self.cache.crop(max(0, self.cache.length + tokens_to_remove))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.seen = None
         if self.cache is not None:
             self.cache.take(beam_idx.to(self.cache.tensors[0].device))
             self.left_padding = self.cache.left_padding

@@ -21,7 +21,7 @@ from qklab.attention.places import Places, locate
 from qklab.attention.rotate import LearnedPositions
 from qklab.hf.cache import QKLabCacheLayer, new_layers, own_layers
 from qklab.hf.config import QUANTISED, QKLabConfig
-from qklab.hf.padding import check_mask, check_positions, ends_in_padding, leading, note_padding, packed
+from qklab.hf.padding import check_pieces, check_positions, check_shape, ends_in_padding, leading, note_padding, packed
 from qklab.model.decoder import Block, new_norm
 from qklab.model.initialise import initialise
 
@@ -90,7 +90,6 @@ class QKLabPreTrainedModel(PreTrainedModel):
             layers = own_layers(past_key_values, config.decoder_spec.attention, config.decoder_spec.layers)
         if attention_mask is None or not layers[0].started:
             return attention_mask
-        check_mask(attention_mask, *attention_mask.shape)
         note_padding(layers, attention_mask)
         return None
 
@@ -179,9 +178,11 @@ class QKLabModel(QKLabPreTrainedModel):
             self.check_cache()
             return layers, past, locate(spec.attention, x, None, layers[0].cache)
         self.check_room(tokens)
+        given = None
         if mask is not None and not torch.compiler.is_compiling():
-            check_mask(mask, batch, tokens)
-            mask = None if bool((mask != 0).all()) else mask
+            check_shape(mask, batch, tokens)
+            check_pieces(mask)
+            given, mask = mask, None if bool((mask != 0).all()) else mask
         segments = None if mask is None else (mask != 0).long()
         if positions is not None and not (torch.compiler.is_compiling() and (mask is not None or layers is not None)):
             texts = packed(positions, mask, batch, tokens)
@@ -200,6 +201,7 @@ class QKLabModel(QKLabPreTrainedModel):
             for layer in layers:
                 layer.pad(None if mask is None else leading(mask))
                 layer.right_padded = ends
+            layers[0].seen = None if given is None else given.clone()
         return layers, past, locate(spec.attention, x, segments, None)
 
     def continues(
@@ -222,7 +224,7 @@ class QKLabModel(QKLabPreTrainedModel):
             )
         self.check_room(before + tokens)
         if mask is not None:
-            check_mask(mask, batch, before + tokens)
+            check_shape(mask, batch, before + tokens)
             note_padding(layers, mask)
         if positions is not None:
             check_positions(positions, before, first.left_padding)

@@ -16,8 +16,8 @@ def ends_in_padding(mask: Tensor) -> bool:
     return bool(((mask[:, -1] == 0) & (mask != 0).any(-1)).any())
 
 
-def check_mask(mask: Tensor, batch: int, tokens: int) -> None:
-    """Raise for what is no [batch, tokens] mask of rows whose text is in one piece. Waits for a GPU to see that."""
+def check_shape(mask: Tensor, batch: int, tokens: int) -> None:
+    """Raise for what is no [batch, tokens] mask."""
     if mask.dim() != 2 or mask.shape != (batch, tokens):
         kind = "a 4-D mask, e.g. of packed texts, is not taken; restart position_ids at 0 for each text instead"
         what = kind if mask.dim() > 2 else "it counts the tokens of the cache, too"
@@ -25,8 +25,12 @@ def check_mask(mask: Tensor, batch: int, tokens: int) -> None:
             f"attention_mask must be of shape [{batch}, {tokens}], 1 for text and 0 for padding, but "
             f"{list(mask.shape)} came; {what}."
         )
+
+
+def check_pieces(mask: Tensor) -> None:
+    """Raise for a mask [B, S] with a row whose text is not in one piece. Waits for a GPU to see that."""
     text = mask != 0
-    last = tokens - (text.flip(-1).cumsum(-1) == 0).sum(-1)  # one past the last token of text
+    last = mask.shape[1] - (text.flip(-1).cumsum(-1) == 0).sum(-1)  # one past the last token of text
     if bool((text.sum(-1) != (last - leading(text)).clamp(min=0)).any()):
         raise ValueError(
             "attention_mask has zeros between ones, and only padding before or after the text is understood; pad on "
@@ -71,10 +75,21 @@ def check_positions(positions: Tensor, before: int, padding: Tensor | None, igno
         )
 
 
+def goes_on(seen: Tensor | None, mask: Tensor) -> bool:
+    """Whether a mask [B, S] is the one `seen` before, and text all the rest. Waits for a GPU only once."""
+    if seen is None or seen.device != mask.device or seen.shape[0] != mask.shape[0] or seen.shape[1] > mask.shape[1]:
+        return False
+    before, new = mask.split([seen.shape[1], mask.shape[1] - seen.shape[1]], 1)
+    return bool((before == seen).all() & (new != 0).all())
+
+
 def note_padding(layers: list[QKLabCacheLayer], mask: Tensor) -> None:
     """See that the mask [B, S] leaves the tokens in the cache as they were, and take over how rows begin that were all
-    padding until now."""
+    padding until now. Where the mask only went on, which is every step of `generate`, a single look is enough."""
     first = layers[0]
+    if goes_on(first.seen, mask):
+        return
+    check_pieces(mask)
     before, padding = int(first.get_seq_length()), leading(mask)
     old = torch.zeros_like(padding) if first.left_padding is None else first.left_padding.to(padding.device)
     if not bool(torch.where(old >= before, padding >= before, padding == old).all()):
@@ -85,3 +100,4 @@ def note_padding(layers: list[QKLabCacheLayer], mask: Tensor) -> None:
     if bool((padding != old).any()):
         for layer in layers:
             layer.pad(padding)
+    first.seen = mask.clone()

@@ -6,6 +6,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where the contract suite runs, e.g. cuda")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> str:
     return str(request.config.getoption("--device"))

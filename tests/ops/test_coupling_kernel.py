@@ -98,6 +98,7 @@ WIDE_CASES = [  # what models have; too slow for the interpreter
 ]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(GPU or INTERPRETED or not installed, reason="the kernel runs in this process, or not at all")
 def test_the_kernel_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]

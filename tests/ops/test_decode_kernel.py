@@ -25,6 +25,7 @@ on_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(GPU or INTERPRETED or not installed, reason="the kernel runs in this process, or not at all")
 def test_the_kernel_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]

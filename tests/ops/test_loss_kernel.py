@@ -24,6 +24,7 @@ installed = importlib.util.find_spec("triton") is not None
 on_kernel = pytest.mark.skipif(not (installed and (GPU or INTERPRETED)), reason="needs a GPU or Triton's interpreter")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(GPU or INTERPRETED or not installed, reason="the kernel runs in this process, or not at all")
 def test_the_kernel_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]

@@ -167,6 +167,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_compare_answers_is_continued_and_reports(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,6 +210,7 @@ def test_compare_answers_is_continued_and_reports(
     assert (code, "no comparison in elsewhere" in err) == (2, True)
 
 
+@pytest.mark.long
 def test_a_study_is_stopped_goes_on_and_reports(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, folder = tmp_path / "s.toml", tmp_path / "out"
     file.write_text(

@@ -50,6 +50,7 @@ from qklab.train.spec import ExecutionSpec, RunSpec
 # killed and stopped
 
 
+@pytest.mark.long
 def test_a_study_survives_whatever_happens_to_its_processes(
     corpus: str, driver: Callable[..., Any], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

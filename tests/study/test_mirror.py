@@ -1268,6 +1268,7 @@ with mirror.carrying(Path(place)):
 """
 
 
+@pytest.mark.long
 def test_a_run_killed_on_one_machine_and_continued_on_another(
     tmp_path: Path, spec: tuple[RunSpec, ExecutionSpec]
 ) -> None:

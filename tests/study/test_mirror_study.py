@@ -87,6 +87,7 @@ class Stops(Silent):
             os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.mark.long
 def test_a_study_begun_on_one_machine_and_ended_on_another(
     corpus: Path, tmp_path: Path, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +122,7 @@ def test_a_study_begun_on_one_machine_and_ended_on_another(
     assert told(tmp_path / "d", again) == expected
 
 
+@pytest.mark.long
 def test_nodes_that_share_nothing_but_the_url(corpus: Path, tmp_path: Path, expected: dict[str, Any]) -> None:
     """The study's own folder is another one than that of the nodes."""
     pytest.importorskip("ray")

@@ -79,6 +79,7 @@ def log_of(folder: Path, run: Planned) -> Path:
     return folder / "logs" / run.place.with_name(f"{run.place.name}.log")
 
 
+@pytest.mark.long
 def test_a_study_survives_whatever_happens_to_its_cluster(
     corpus: str, cluster: Any, driver: Callable[..., Any], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

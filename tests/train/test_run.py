@@ -225,6 +225,7 @@ def test_a_trained_model_comes_back_and_generates(settings: Settings, tmp_path: 
         load(tmp_path)
 
 
+@pytest.mark.long
 def test_nano_learns_the_standard_library_well_below_a_unigram_model(tmp_path: Path) -> None:
     spec, execution = resolve(
         {

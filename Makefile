@@ -4,6 +4,9 @@ TORCH  ?= 2.13.0
 OLDEST := 5.17.0
 VENV   := .venv
 BIN    := $(VENV)/bin
+# Python compiles what is imported, once; compiling all that is installed takes a minute more.
+PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test lint bench docs clean help
 help:
@@ -20,23 +23,23 @@ $(VENV)/.torch:
 	@test -x $(BIN)/python || { echo "== creating $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); }
 	@if $(BIN)/python -c "import torch" 2>/dev/null; then \
 		echo "== using torch $$($(BIN)/python -c 'import torch; print(torch.__version__)') already in $(VENV)"; \
-	else echo "== installing torch $(TORCH) into $(VENV)"; $(BIN)/pip install --quiet --disable-pip-version-check torch==$(TORCH); fi
+	else echo "== installing torch $(TORCH) into $(VENV)"; $(PIP) torch==$(TORCH); fi
 	@touch $@
 
 $(VENV)/.qklab: $(VENV)/.torch pyproject.toml
 	@echo "== installing qklab into $(VENV)"
-	@$(BIN)/pip install --quiet --disable-pip-version-check --editable .
+	@$(PIP) --editable .
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.qklab pyproject.toml
 	@echo "== installing the test and lint tools into $(VENV)"
-	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@$(PIP) --editable '.[dev]'
 	@touch $@
 
 # What goes with the oldest Transformers lies in a folder of its own, before everything else on the path.
 $(VENV)/.oldest: $(VENV)/.dev
 	@echo "== installing Transformers $(OLDEST), the oldest supported, into $(VENV)/oldest"
-	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/oldest \
+	@$(PIP) --no-deps --upgrade --target $(VENV)/oldest \
 		transformers==$(OLDEST) 'huggingface_hub<2' httpx httpcore h11 anyio
 	@touch $@
 

@@ -792,6 +792,7 @@ def test_gradient_checkpointing_changes_nothing(family: str) -> None:
         torch.testing.assert_close(grads[1][name], grad, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("shared", [False, True])
 def test_compiles_into_one_graph(shared: bool) -> None:
     model = tiny("llama")

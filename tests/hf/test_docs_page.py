@@ -16,6 +16,7 @@ from qklab.cli import main
 from qklab.hf.convert.families import FAMILIES
 from qklab.hf.local_tasks import TASKS
 
+pytestmark = pytest.mark.newest
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/transformers.md").read_text(encoding="utf-8")
 COUPLED, SHARED, EXPORTED = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)

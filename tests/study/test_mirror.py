@@ -339,7 +339,10 @@ class Foreign(Exception):  # noqa: N818
     "error", [OSError("connection reset"), PermissionError(13, "Permission denied"), Foreign("503")]
 )
 @pytest.mark.parametrize("what", ["write", "read", "list", "delete"])
-def test_what_fails_is_tried_again(what: str, error: Exception, tmp_path: Path, expected: dict[str, Any]) -> None:
+def test_what_fails_is_tried_again(
+    what: str, error: Exception, tmp_path: Path, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "PATIENCE", 30.0)  # a busy machine may need more than the fixture's for three attempts
     failed = failing(3, error, lambda came, path: came == what)
     machine = Machine(tmp_path / "a")
     machine.live()

@@ -14,6 +14,7 @@ import torch
 from tiny import Settings
 
 from qklab.data import DataSpec, prepare
+from qklab.model.decoder import Decoder
 from qklab.runs import RunDirectory, RunError
 from qklab.schema import SpecError
 from qklab.train.finish import unigram_loss
@@ -173,13 +174,17 @@ def test_options_train_and_resume_bit_equal(
 def test_recomputing_changes_nothing_and_may_change_when_a_run_resumes(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asked_for: list[str] = []
+    plain = Decoder.recompute
+    monkeypatch.setattr(Decoder, "recompute", lambda self, what: asked_for.append(what) or plain(self, what))
     spec, execution = settings(model={"dropout": 0.2}, attention={"coupling": {"kind": "leapfrog"}})
     train(spec, tmp_path / "kept", execution)
-    monkeypatch.setattr(Loop, "stopping", lambda self, stop: self.state.step == 7)
-    train(spec, tmp_path / "recomputed", execution.replace(recompute="coupling"))
-    monkeypatch.undo()
+    with monkeypatch.context() as stopped:
+        stopped.setattr(Loop, "stopping", lambda self, stop: self.state.step == 7)
+        train(spec, tmp_path / "recomputed", execution.replace(recompute="coupling"))
     train(spec, tmp_path / "recomputed", execution.replace(recompute="layers"))
     assert losses(tmp_path / "recomputed") == losses(tmp_path / "kept")
+    assert asked_for == ["none", "coupling", "layers"]
 
 
 def test_muon_trains_and_resumes_bit_equal(settings: Settings, tmp_path: Path, spawn: Callable[..., Any]) -> None:

@@ -1,4 +1,4 @@
-"""What every attention layer promises, whatever its spec: one check per promise, each run on every spec of the grid."""
+"""What every attention layer promises, whatever its spec: one check per promise, for every spec of the grid."""
 
 import io
 from collections.abc import Callable

@@ -4,6 +4,7 @@ from qklab import Attention, AttentionSpec
 layer = Attention(AttentionSpec(width=512, heads=8, share="k=v"))
 """
 
+from qklab import register
 from qklab.attention import Attention, AttentionSpec, Cache, CouplingSpec, LatentSpec
 from qklab.model import Decoder, DecoderCache, DecoderSpec, recipe
 from qklab.schema import SpecError
@@ -21,4 +22,5 @@ __all__ = [
     "LatentSpec",
     "SpecError",
     "recipe",
+    "register",
 ]

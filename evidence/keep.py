@@ -1,0 +1,66 @@
+"""Keep what a study's runs recorded, without their weights: python evidence/keep.py STUDY_FOLDER evidence/NAME
+
+Each finished run becomes a line of records.jsonl: its run.json and summary.json as they are, its learning curve thinned
+to a hundred points, every evaluation, and every probe averaged over heads. Runs that are there already stay.
+"""
+
+import json
+import sys
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+POINTS = 100
+
+
+def read_record(run: Path) -> dict[str, Any]:
+    """One run, ready to be kept."""
+    about = json.loads((run / "run.json").read_text())
+    about["data"].pop("folder", None)  # where the corpus lay on the machine that trained
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "place": "/".join(run.parts[-3:]),
+        "run": about,
+        "summary": json.loads((run / "summary.json").read_text()),
+        "curve": thin_curve([line for line in lines if line["kind"] == "train"]),
+        "evaluations": [line for line in lines if line["kind"] == "evaluation"],
+        "probes": [average_heads(json.loads(path.read_text())) for path in sorted(run.glob("probes/*.json"))],
+    }
+
+
+def thin_curve(steps: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Means over at most POINTS equal stretches of the run; `step` is each one's last."""
+    size = -(-len(steps) // POINTS)
+    stretches = [steps[start : start + size] for start in range(0, len(steps), size)]
+    return {
+        "step": [stretch[-1]["step"] for stretch in stretches],
+        "loss": [round(fmean(line["loss"] for line in stretch), 4) for stretch in stretches],
+        "grad_norm": [round(fmean(line["grad_norm"] for line in stretch), 4) for stretch in stretches],
+    }
+
+
+def average_heads(probe: dict[str, Any]) -> dict[str, Any]:
+    """A probe with one number per layer instead of one per head."""
+
+    def average(layer: Any) -> Any:
+        numbers = [value for value in layer if value is not None] if isinstance(layer, list) else None
+        return layer if numbers is None else round(fmean(numbers), 4) if numbers else None
+
+    measured = {name: values for name, values in probe["layers"].items() if values is not None}
+    layers = {name: [average(layer) for layer in values] for name, values in measured.items()}
+    return {"step": probe["step"], "layers": layers}
+
+
+def main(study: Path, folder: Path) -> None:
+    path = folder / "records.jsonl"
+    kept = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    known = {record["run"]["id"] for record in kept}
+    found = [read_record(summary.parent) for summary in sorted(study.glob("runs/*/*/*/summary.json"))]
+    fresh = [record for record in found if record["run"]["id"] not in known]
+    records = sorted(kept + fresh, key=lambda record: record["place"])
+    path.write_text("".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records))
+    print(f"{len(fresh)} runs added, {len(records)} kept in {path}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

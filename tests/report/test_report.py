@@ -76,7 +76,7 @@ def test_verdicts_are_those_of_the_statistics(told: dict[str, Any]) -> None:
         name: {seed: final_loss(Planned("stdlib", name, 3e-3, seed), study) for seed in range(3)} for name in study.arms
     }
     baseline = values.pop("standard")
-    expected = verdicts(values, baseline, study.margin, name="standard", alpha=study.alpha, unit="nats")
+    expected = verdicts(values, baseline, study.margin, name="standard", alpha=study.alpha)
     for name, verdict in expected.items():
         found = arm(told, name)["verdict"]
         assert found["verdict"] == verdict.verdict

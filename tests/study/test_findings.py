@@ -10,11 +10,13 @@ import pytest
 from qklab.study.answer import answer
 from qklab.study.findings import change, findings_of, listed
 from qklab.study.looks import Looks, read_looks
+from qklab.study.metrics import find_metric
 from qklab.study.plan import Planned
 from qklab.study.results import Result
 from qklab.study.spec import StudyError, StudySpec
 
 LRS = (1e-3, 3e-3)
+LOSS = find_metric("loss")
 
 
 def study(**changes: Any) -> StudySpec:
@@ -158,7 +160,7 @@ def test_costs() -> None:
 def test_the_answer_as_text() -> None:
     spec = study(corpora=["stdlib", "other"])
     results = whole({"standard": 0.0, "k=v": 0.05, "norm": -0.03})
-    results += [result(r.planned.arm, r.planned.lr, r.planned.seed, r.value("loss"), corpus="other") for r in results]
+    results += [result(r.planned.arm, r.planned.lr, r.planned.seed, r.value(LOSS), corpus="other") for r in results]
     told = answer(spec, results)
     first, second = told.split("On other, ")
     assert first.startswith(

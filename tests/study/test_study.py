@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from qklab.schema import SpecError
+from qklab.study.metrics import find_metric
 from qklab.study.plan import Planned, confirming, figure, file_name, tuning
 from qklab.study.results import Result, by_seed, chosen_lrs, ledger
 from qklab.study.spec import StudyError, StudySpec, read_study
@@ -62,6 +63,7 @@ def test_an_arm_without_a_learning_rate_is_not_confirmed() -> None:
     assert {run.arm for run in confirming(spec, chosen)} == set(ARMS) - {"gelu"}
 
 
+LOSS = find_metric("loss")
 ODD = [
     "a/b",
     "a%2Fb",
@@ -315,24 +317,24 @@ def test_a_learning_rate_at_which_a_run_diverged_is_not_chosen() -> None:
     chosen = chosen_lrs(spec, results)
     assert chosen == {("stdlib", "standard"): 1e-3, ("stdlib", "k=v"): None}
     assert by_seed(spec, results, chosen, "stdlib", "k=v") == {}
-    assert results[3].value("loss") == math.inf
-    assert results[3].told("loss") == "no result"
+    assert results[3].value(LOSS) == math.inf
+    assert results[3].told(LOSS) == "no result"
 
 
 def test_a_run_whose_evaluation_is_not_finite_has_no_result() -> None:
     for value in ("nan", "inf", math.nan):
         run = result("standard", 1e-3, 0, 1.0, 1.0)
         run.summary["evaluation"]["test"]["loss"] = value
-        assert run.value("loss") == math.inf
-        assert run.told("loss") == "no result"
-        assert run.value("loss", "valid") == 1.0
+        assert run.value(LOSS) == math.inf
+        assert run.told(LOSS) == "no result"
+        assert run.value(LOSS, "valid") == 1.0
 
 
 def test_validation_never_stands_in_for_test() -> None:
     run = result("standard", 1e-3, 0, 1.0, 2.0)
     del run.summary["evaluation"]["test"]
     with pytest.raises(StudyError, match="has no loss on test text"):
-        run.value("loss")
+        run.value(LOSS)
 
 
 def test_ledger() -> None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from scipy import integrate
 from scipy import stats as scipy_stats
 
+from qklab.study.metrics import Metric, find_metric
 from qklab.study.stats import (
     ANECDOTE,
     IDENTICAL,
@@ -255,7 +256,6 @@ def test_paired_by_hand() -> None:
     assert found.p == pytest.approx(0.030466, rel=1e-4)
     assert found.p_sign_flip == 2 / 16
     assert found.percent == pytest.approx(100 * 2.5 / 4.5)
-    assert found.perplexity_percent == pytest.approx(100 * (math.e**2.5 - 1))
     assert found.note is None
 
 
@@ -518,8 +518,12 @@ def test_each_verdict_by_its_rule() -> None:
         json.loads(json.dumps({arm: v.to_dict() for arm, v in found.items()}, allow_nan=False))["lower"]["paired"]["n"]
         == 5
     )
-    upside_down = verdicts(arms, BASE, 0.01, lower_is_better=False)
+    upside_down = verdicts(arms, BASE, 0.01, metric=Accuracy())
     assert [upside_down[arm].verdict for arm in ("lower", "higher", "alike")] == ["worse", "better", "equivalent"]
+
+
+class Accuracy(Metric):
+    label, unit, difference_unit, lower_is_better = "accuracy", "accuracy", "points", False
 
 
 def test_verdicts_are_sentences_with_numbers() -> None:
@@ -541,7 +545,8 @@ def test_verdicts_are_sentences_with_numbers() -> None:
     )
     assert "more seeds" in told["noisy"]
     assert "would settle it with a chance of" in told["noisy"]
-    assert "perplexity" not in verdicts({"a": shifted(-0.05)}, BASE, 0.01, unit="bits")["a"].sentence
+    bits = verdicts({"a": shifted(-0.05)}, BASE, 0.01, metric=find_metric("bits_per_byte"))["a"]
+    assert "perplexity" not in bits.sentence
 
 
 def test_the_family_is_every_arm_also_those_without_a_p() -> None:

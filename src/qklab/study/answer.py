@@ -5,11 +5,10 @@ from collections.abc import Sequence
 
 from qklab.study.findings import Findings, findings_of
 from qklab.study.looks import Looks
+from qklab.study.metrics import find_metric
 from qklab.study.plan import figure
 from qklab.study.results import Result
 from qklab.study.spec import StudySpec
-
-MEASURES = {"loss": "nats per token", "bits_per_byte": "bits per byte"}
 
 
 def answer(study: StudySpec, results: Sequence[Result], looks: Looks | None = None) -> str:
@@ -30,7 +29,16 @@ def told(study: StudySpec, findings: Findings) -> str:
 def table(study: StudySpec, findings: Findings) -> str:
     """An arm a row: the mean of the metric on test text, and what the arm took."""
     rows = [
-        [MEASURES[study.metric], "test", "lr", "parameters", "cache/token", "tokens/s", "peak memory", "diverged"],
+        [
+            find_metric(study.metric).unit,
+            "test",
+            "lr",
+            "parameters",
+            "cache/token",
+            "tokens/s",
+            "peak memory",
+            "diverged",
+        ],
     ]
     for arm, took in findings.ledgers.items():
         if not took["runs"]:

@@ -25,6 +25,7 @@ from qklab.data.spec import DataSpec
 from qklab.runs.directory import RunDirectory, RunError
 from qklab.runs.files import reason, write_json
 from qklab.schema import shown
+from qklab.study.metrics import find_metric
 from qklab.study.mirror import Mirror
 from qklab.study.plan import Planned, confirming, tuning
 from qklab.study.results import Result, chosen_lrs, result_of
@@ -360,7 +361,8 @@ class Study:
         result = self.result(run.planned)
         if result is not None:
             mark = "" if result.status == "finished" else f", {result.status}"
-            display.say(f"{run.planned.name}: {result.told(self.spec.metric)}{mark}, {duration(result.seconds)}")
+            value = result.told(find_metric(self.spec.metric))
+            display.say(f"{run.planned.name}: {value}{mark}, {duration(result.seconds)}")
             return True
         if self.saved(run.planned) > run.saved:
             self.attempts[run.planned] = 1

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qklab.study.looks import Looks
+from qklab.study.metrics import find_metric
 from qklab.study.plan import confirming, figure, tuning
 from qklab.study.results import Result, by_seed, chosen_lrs, ledger
 from qklab.study.spec import StudySpec
 from qklab.study.stats import Verdict, verdicts
 from qklab.train.progress import duration
 
-UNITS = {"loss": "nats", "bits_per_byte": "bits per byte"}
 ALIKE = 0.02  # costs that differ by less are called the same: clocks and allocators are no more exact
 
 
@@ -81,14 +81,13 @@ def judge(
 ) -> None:
     """Fill in the verdicts and what follows from them."""
     arms = {arm: own for arm, own in findings.values.items() if arm != study.baseline}
-    unit = UNITS[study.metric]
     found = verdicts(
         arms,
         findings.values[study.baseline],
         study.margin,
         name=study.baseline,
         alpha=study.alpha,
-        unit=unit,
+        metric=find_metric(study.metric),
         looks=study.looks,
     )
     rates = ", ".join(map(figure, study.lrs))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from qklab.runs.directory import RunDirectory
+from qklab.study.metrics import Metric, find_metric
 from qklab.study.plan import Planned
 from qklab.study.spec import StudyError, StudySpec
 
@@ -19,15 +20,15 @@ class Result:
     status: str  # finished or diverged
     summary: dict[str, Any]
 
-    def value(self, metric: str, split: str = "test") -> float:
-        """The metric on a split; infinite for a run that diverged, also if only its evaluation shows it."""
+    def value(self, metric: Metric, split: str = "test") -> float:
+        """The metric on a split; its worst for a run that diverged, also if only its evaluation shows it."""
         if self.status != "finished":
-            return math.inf
+            return metric.worst
         try:
-            value = float(self.summary["evaluation"][split][metric])
+            value = metric.read(self.summary["evaluation"][split])
         except KeyError:
-            raise StudyError(f"the run {self.planned.name} has no {metric} on {split} text.") from None
-        return value if math.isfinite(value) else math.inf
+            raise StudyError(f"the run {self.planned.name} has no {metric.name} on {split} text.") from None
+        return value if math.isfinite(value) else metric.worst
 
     @property
     def seconds(self) -> float:
@@ -38,11 +39,10 @@ class Result:
         """Of its last process, with everything beside its steps."""
         return max(self.seconds, self.summary.get("seconds_of_last_process", {}).get("all", 0.0))
 
-    def told(self, metric: str) -> str:
+    def told(self, metric: Metric) -> str:
         if not math.isfinite(self.value(metric)):
             return "no result"
-        unit = {"loss": "nats per token", "bits_per_byte": "bits per byte"}[metric]
-        return f"{self.value(metric):.4f} {unit}"
+        return f"{self.value(metric):.4f} {metric.unit}"
 
 
 def result_of(study: Path, planned: Planned) -> Result | None:
@@ -55,13 +55,13 @@ def result_of(study: Path, planned: Planned) -> Result | None:
 def chosen_lrs(study: StudySpec, results: Sequence[Result]) -> dict[tuple[str, str], float | None]:
     """(corpus, arm) → the learning rate with the lowest mean validation loss over the seeds that tune; None if at every
     learning rate some run diverged."""
-    chosen: dict[tuple[str, str], float | None] = {}
+    loss, chosen = find_metric("loss"), dict[tuple[str, str], float | None]()
     for corpus in study.corpora:
         for arm in study.arms:
             means: dict[float, float] = {}
             for lr in study.lrs:
                 own = [
-                    result.value("loss", "valid")
+                    result.value(loss, "valid")
                     for result in results
                     if (result.planned.corpus, result.planned.arm, result.planned.lr) == (corpus, arm, lr)
                     and result.planned.seed < study.tuning_seeds
@@ -76,9 +76,9 @@ def by_seed(
     study: StudySpec, results: Sequence[Result], chosen: Mapping[tuple[str, str], float | None], corpus: str, arm: str
 ) -> dict[int, float]:
     """Seed → the metric on test text at the chosen learning rate."""
-    lr = chosen[corpus, arm]
+    lr, metric = chosen[corpus, arm], find_metric(study.metric)
     return {
-        result.planned.seed: result.value(study.metric)
+        result.planned.seed: result.value(metric)
         for result in results
         if (result.planned.corpus, result.planned.arm, result.planned.lr) == (corpus, arm, lr)
     }

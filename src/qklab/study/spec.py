@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from qklab import register
 from qklab.runs.directory import RunError
 from qklab.schema import Rule, Spec, SpecError, checked, choice, real, shown, suggestion, text, whole
+from qklab.study.metrics import find_metric, list_metrics
 from qklab.train.spec import RunSpec, merged, read_toml, resolve
 
 MATCHES = ("tokens", "seconds", "flops", "parameters")
-METRICS = ("loss", "bits_per_byte")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._=+-]{0,59}")
 
 
@@ -77,7 +78,7 @@ class StudySpec(Spec):
             validation loss, chosen for each arm and corpus.
         match: What all arms get the same of: training `tokens`, `seconds` or `flops`; or `parameters` (and tokens), for
             which the MLP of the other arms is made wider or narrower.
-        metric: What is compared, on test text: `loss` (nats per token) or `bits_per_byte`.
+        metric: What is compared, on test text, by a name of the registry: `loss` (nats per token), `bits_per_byte`…
         alpha: The chance of a false "better" or "worse" that is accepted, over all arms together.
         looks: How often the study may be judged, if seeds are added after a look; each look gets its part of `alpha`.
         margin: A difference of the metric that does not matter to you.
@@ -92,7 +93,7 @@ class StudySpec(Spec):
     seeds: int = whole(3, at_most=1000)
     tuning_seeds: int = whole(1, at_most=1000)
     match: Literal["tokens", "seconds", "flops", "parameters"] = choice("tokens", MATCHES)
-    metric: Literal["loss", "bits_per_byte"] = choice("loss", METRICS)
+    metric: str = choice("loss", register.metric)
     alpha: float = real(0.05, above=0.0, at_most=0.5)
     looks: int = whole(1, at_most=100)
     margin: float = real(0.01, above=0.0)
@@ -132,10 +133,12 @@ class StudySpec(Spec):
                         f"arm {arm}: corpus.valid and corpus.test must be the baseline's; set them in base.",
                         "corpus",
                     )
-                if self.metric == "loss" and (own.tokenizer, own.vocab) != (other.tokenizer, other.vocab):
+                metric = find_metric(self.metric)
+                if metric.needs_one_tokenizer and (own.tokenizer, own.vocab) != (other.tokenizer, other.vocab):
+                    others = " or ".join(repr(each.name) for each in list_metrics() if not each.needs_one_tokenizer)
                     raise SpecError(
-                        f"arm {arm} has another tokenizer than {self.baseline}, and nats per token compare under one "
-                        "only; set metric='bits_per_byte'.",
+                        f"arm {arm} has another tokenizer than {self.baseline}, and {metric.unit} compare under one "
+                        f"only; set metric={others}.",
                         "metric",
                     )
 

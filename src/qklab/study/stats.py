@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from scipy import special
 
 from qklab.schema import shown
+from qklab.study.metrics import Metric, find_metric
 
 K = TypeVar("K")
 Array = NDArray[np.float64]
@@ -169,7 +170,6 @@ class Paired(Result):
     bootstrap_low: float | None
     bootstrap_high: float | None
     percent: float | None
-    perplexity_percent: float | None
     note: str | None
 
 
@@ -188,7 +188,7 @@ def paired(arm: Values, baseline: Values, level: float = 0.95) -> Paired:
     of freedom 93–95 %. Its price at n = 5 is one and a half times the t interval's width, at 10 next to none. With
     3 seeds it is infinite, with 4 eleven times as wide, so none is given. (BCa: 68 % at n = 3, 85 % at 5, 90 % at 10.)
 
-    percent: 100 · mean / |mean of the baseline|. perplexity_percent: 100 · (exp(mean) − 1), for losses in nats.
+    percent: 100 · mean / |mean of the baseline|.
 
     Identical differences (sd 0 up to rounding) get p = 2/2ⁿ instead of the t-test's 0, and a note.
     """
@@ -198,9 +198,8 @@ def paired(arm: Values, baseline: Values, level: float = 0.95) -> Paired:
     n, mean = sample.n, sample.mean
     base = abs(float(b.mean()))
     percent = 100 * mean / base if base > 0 else None
-    perplexity = 100 * math.expm1(mean) if mean < 700 else None
     if n == 1:
-        return Paired(1, mean, None, level, None, None, None, None, None, None, percent, perplexity, ANECDOTE)
+        return Paired(1, mean, None, level, None, None, None, None, None, None, percent, ANECDOTE)
     half = sample.half_width(level)
     bootstrap = studentised_bootstrap(sample, level)
     return Paired(
@@ -215,7 +214,6 @@ def paired(arm: Values, baseline: Values, level: float = 0.95) -> Paired:
         bootstrap_low=bootstrap[0] if bootstrap else None,
         bootstrap_high=bootstrap[1] if bootstrap else None,
         percent=percent,
-        perplexity_percent=perplexity,
         note=IDENTICAL if sample.sd == 0 else None,
     )
 
@@ -594,8 +592,7 @@ def verdicts(
     *,
     name: str = "the baseline",
     alpha: float = 0.05,
-    lower_is_better: bool = True,
-    unit: str = "nats",
+    metric: Metric | None = None,
     looks: int = 1,
     power: float = 0.8,
     cap: int = 100,
@@ -621,7 +618,8 @@ def verdicts(
     if looks < 1:
         raise ValueError(f"looks counts the times the study is judged, at least 1, but {looks} came.")
     alpha = fraction("alpha", alpha) / looks
-    words = Words(name, unit, margin, lower_is_better, len(arms))
+    metric = find_metric("loss") if metric is None else metric
+    words = Words(name, metric, margin, len(arms))
     pairs = {arm: split_diverged(values, baseline) for arm, values in arms.items()}
     found = {arm: paired(p.arm, p.baseline, 1 - alpha) if p.arm else None for arm, p in pairs.items()}
     judged = {arm: f for arm, f in found.items() if f is not None and f.n > 1 and not pairs[arm].arm_diverged}
@@ -637,7 +635,7 @@ def verdicts(
         else:
             p_holm, same = adjusted[arm], equivalence(split.arm, split.baseline, margin, alpha)
             if p_holm < alpha:
-                word = "better" if (difference.mean < 0) == lower_is_better else "worse"
+                word = "better" if (difference.mean < 0) == metric.lower_is_better else "worse"
                 negligible = same.equivalent
                 sentence = words.differs(arm, word, difference, p_holm, negligible)
             elif same.equivalent:
@@ -685,10 +683,13 @@ class Words:
     """The sentences of a verdict."""
 
     name: str
-    unit: str
+    metric: Metric
     margin: float
-    lower_is_better: bool
     arms: int
+
+    @property
+    def unit(self) -> str:
+        return self.metric.difference_unit
 
     def amount(self, value: float, half: float, sign: str = "+") -> str:
         """A number to the second digit of its uncertainty."""
@@ -710,8 +711,8 @@ class Words:
 
     def relative(self, difference: Paired) -> str:
         told = [] if difference.percent is None else [f"{per_cent(difference.percent)} of the baseline's value"]
-        if self.unit == "nats" and difference.perplexity_percent is not None:
-            told.append(f"perplexity {per_cent(difference.perplexity_percent)}")
+        if self.metric.exponential is not None and difference.mean < 700:
+            told.append(f"{self.metric.exponential} {per_cent(100 * math.expm1(difference.mean))}")
         return "".join(f", {each}" for each in told)
 
     def corrected(self, p: float) -> str:

@@ -8,13 +8,14 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint bench docs clean help
+.PHONY: demo test lint bench docs site clean help
 help:
 	@echo "make demo   every mechanism and its cost; three attentions compared on Python's own library; the report"
 	@echo "make test   run the tests"
 	@echo "make lint   ruff, pyright, import-linter"
 	@echo "make bench  measure the layer's mechanisms against the standard one, and the kernels against their bounds"
 	@echo "make docs   redraw the drawings and cost tables of docs/mechanisms"
+	@echo "make site   the documentation as a site, in build/site"
 
 # torch is installed first and pinned: an open range may pull gigabytes of CUDA packages. One that is there is kept.
 $(VENV)/.torch:
@@ -34,6 +35,11 @@ $(VENV)/.qklab: $(VENV)/.torch pyproject.toml
 $(VENV)/.dev: $(VENV)/.qklab pyproject.toml
 	@echo "== installing the test and lint tools into $(VENV)"
 	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.torch pyproject.toml
+	@echo "== installing the site's tools into $(VENV)"
+	@$(PIP) --editable '.[docs]'
 	@touch $@
 
 # What goes with the oldest Transformers lies in a folder of its own, before everything else on the path.
@@ -73,6 +79,10 @@ bench: $(VENV)/.qklab
 docs: $(VENV)/.qklab
 	@echo "== redrawing docs"
 	@$(BIN)/python docs/build.py
+
+site: $(VENV)/.docs
+	@echo "== building the site"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python tools/site.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache build dist

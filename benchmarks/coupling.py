@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from measure import RESULTS, copy_rate, keep, median_and_spread, provenance, seconds
 from qklab import CouplingSpec, Decoder, recipe
 from qklab.attention.couple import COUPLINGS, Coupling
-from qklab.attention.places import rope_angles
 from qklab.attention.spec import AttentionSpec
 from qklab.model.decoder import Recompute
 from qklab.ops.dispatch import Impl
 from qklab.ops.loss import linear_cross_entropy
+from qklab.ops.rope import rope_angles
 
 COUPLED: dict[str, dict[str, Any]] = {
     "euler×1": {"kind": "euler"},

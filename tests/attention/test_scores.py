@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from qklab import Attention, AttentionSpec, CouplingSpec
-from qklab.attention.places import rope_angles
 from qklab.testing import randomised
 
 
@@ -72,16 +71,6 @@ def test_the_2d_asymmetry_starts_at_the_plain_scale(free: bool) -> None:
     q = torch.randn(1, 3, 4, 4)
     inner: Any = Attention(spec).rotate
     torch.testing.assert_close(inner.asymmetry.scaled(q), q)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_angle_operator_is_well_formed(dtype: torch.dtype) -> None:
-    positions = torch.tensor([[0, 1, 5], [2, 3, 4]])
-    torch.library.opcheck(rope_angles, (positions, 6, 10_000.0, dtype))
-    cos, sin = rope_angles(positions, 6, 10_000.0, dtype)
-    angle = 5 * 10_000.0 ** (-2 / 6)  # position 5, second pair
-    torch.testing.assert_close(cos[0, 2, 0, 1], torch.tensor(angle, dtype=dtype).cos())
-    torch.testing.assert_close(sin[0, 2, 0, 1], torch.tensor(angle, dtype=dtype).sin())
 
 
 def test_shared_values_rotated_once_depend_on_distance_alone() -> None:

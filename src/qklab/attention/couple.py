@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qklab.attention.force import FORCES, GradientForce, HeadLinear, MLPForce, uniform_
-from qklab.ops.coupling import Network, Norm, couple, finished
+from qklab.ops.coupling import Network, Norm, couple, finished, group_mean
 from qklab.ops.dispatch import Impl
+from qklab.ops.rope import Angles
 
 if TYPE_CHECKING:
-    from qklab.attention.places import Angles
     from qklab.attention.spec import AttentionSpec, CouplingSpec
 
 
@@ -127,11 +127,6 @@ class Coupling(nn.Module):
     def map_products(cls, spec: AttentionSpec, coupling: CouplingSpec) -> int:
         """Multiply-adds in matrix products per token."""
         raise NotImplementedError
-
-
-def group_mean(q: Tensor) -> Tensor:
-    """q̄, what the key sees: q [B, T, G, R, D] → [B, T, G, 1, D]."""
-    return q if q.shape[3] == 1 else q.mean(3, keepdim=True)
 
 
 def stretched(u: Tensor, scale: Tensor, shift: Tensor) -> Tensor:

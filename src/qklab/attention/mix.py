@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from qklab.attention.places import Places
 from qklab.ops.decode import decode
 from qklab.ops.differential import differential, differential_v2
+from qklab.ops.norm import rms_norm
 
 if TYPE_CHECKING:
     from qklab.attention.spec import AttentionSpec
@@ -158,8 +159,7 @@ class Differential(Softmax):
 
     def finish(self, o: Tensor) -> Tensor:
         o = o.unflatten(2, (-1, 2)).flatten(3)  # [B, T, H/2, 2D]
-        gain = None if self.gain is None else self.gain.to(o.dtype)
-        o = F.rms_norm(o, o.shape[-1:], gain, self.eps) * (1 - self.lambda_init)
+        o = rms_norm(o, self.gain, self.eps) * (1 - self.lambda_init)
         return o.unflatten(-1, (2, -1)).flatten(2, 3)
 
     @classmethod

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from qklab.ops.norm import rms_norm
 
 if TYPE_CHECKING:
     from qklab.attention.spec import AttentionSpec
@@ -36,7 +37,7 @@ class QKNorm(nn.Module):
         return self.normalised(q, self.query_gain), self.normalised(k, self.key_gain)
 
     def normalised(self, u: Tensor, gain: Tensor | None) -> Tensor:
-        return F.rms_norm(u, u.shape[-1:], None if gain is None else gain.to(u.dtype), self.eps)
+        return rms_norm(u, gain, self.eps)
 
     @classmethod
     def parameters_of(cls, spec: AttentionSpec) -> int:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qklab.ops.rope import Angles, rope_angles, rope_tables
+
 if TYPE_CHECKING:
     from qklab.attention.cache import Cache
     from qklab.attention.spec import AttentionSpec
-
-Angles = tuple[Tensor, Tensor]  # cos, sin: [B or 1, T, 1, rotated/2]
 
 
 class Places(NamedTuple):
@@ -23,7 +23,7 @@ class Places(NamedTuple):
     positions: Tensor  # [B or 1, T], each token's place in its own text, from 0
     mask: Tensor | None  # [B or 1, 1, T, S], True where a query may attend; None: see `causal`
     causal: bool  # without a mask: the plain causal triangle (True) or everything (False)
-    angles: Angles | None  # of the new tokens
+    angles: Angles | None  # cos, sin [B or 1, T, 1, rotated/2] of the new tokens
     key_angles: Angles | None  # of all S tokens, where keys are rotated on reading
     blocks: Any = None  # the mask of packed texts as flex_attention's BlockMask, inside a graph compiled for a GPU
     cached: bool = False  # the new tokens follow others, which a cache holds
@@ -31,24 +31,6 @@ class Places(NamedTuple):
     lengths: Tensor | None = None  # [B], how many of the S slots of a static cache are filled
     turns: Angles | None = None  # cos, sin [S, rotated/2] by position, where the keys of a cache turn on reading
     tables: Angles | None = None  # (cos, cos) and (−sin, sin) of the new tokens, where a cache is read step by step
-
-
-@torch.library.custom_op("qklab::rope_angles", mutates_args=())
-def rope_angles(positions: Tensor, rotated: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of p · base^(−2i/rotated): positions [B, T] → two [B, T, 1, rotated/2].
-
-    An operator of its own, which compilers do not look into: they would fuse these few numbers into every kernel that
-    uses them and compute powers, sines and cosines anew for every element of every layer.
-    """
-    exponent = torch.arange(0, rotated, 2, device=positions.device, dtype=dtype) / rotated
-    angles = positions.to(dtype)[:, :, None, None] * (1.0 / base**exponent)
-    return angles.cos(), angles.sin()
-
-
-@rope_angles.register_fake
-def _(positions: Tensor, rotated: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    shape = (*positions.shape, 1, rotated // 2)
-    return positions.new_empty(shape, dtype=dtype), positions.new_empty(shape, dtype=dtype)
 
 
 def locate(spec: AttentionSpec, x: Tensor, segments: Tensor | None, cache: Cache | None) -> Places:
@@ -85,8 +67,7 @@ def locate(spec: AttentionSpec, x: Tensor, segments: Tensor | None, cache: Cache
         precision = torch.float64 if x.dtype == torch.float64 else torch.float32
         angles = rope_angles(positions, spec.rotated_width, spec.rope_base, precision)
         if started and not torch.compiler.is_compiling():
-            cos, sin = angles
-            tables = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+            tables = rope_tables(angles)
         if spec.kv_rotation == "on-read":
             key_angles = rope_angles(key_positions, spec.rotated_width, spec.rope_base, precision)
             if started:

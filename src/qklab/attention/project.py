@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from qklab.ops.norm import rms_norm
 
 if TYPE_CHECKING:
     from qklab.attention.spec import AttentionSpec
@@ -163,7 +164,7 @@ class Latent(nn.Module):
         return q, c.unsqueeze(2), None
 
     def normalised(self, latent: Tensor, gain: Tensor | None) -> Tensor:
-        return latent if gain is None else F.rms_norm(latent, latent.shape[-1:], gain.to(latent.dtype), self.eps)
+        return latent if gain is None else rms_norm(latent, gain, self.eps)
 
     @classmethod
     def formula_of(cls, spec: AttentionSpec) -> str:

@@ -12,31 +12,19 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor, nn
 
-from qklab.attention.places import Angles, Places
+from qklab.attention.places import Places
+from qklab.ops.rope import Angles, apply_rope, apply_rope_tables
 
 if TYPE_CHECKING:
     from qklab.attention.spec import AttentionSpec
 
 
-def turned(x: Tensor, angles: Angles | None, direction: float = 1.0) -> Tensor:
-    """R_p x: rotate the pairs (x_i, x_{i+r/2}) of the first r entries of x [B, T, heads, D]; −1.0 turns back."""
-    assert angles is not None
-    cos, sin = angles[0], direction * angles[1]
-    rotated = 2 * cos.shape[-1]
-    a, b = x[..., :rotated].unflatten(-1, (2, -1)).unbind(-2)
-    y = torch.stack([a * cos - b * sin, b * cos + a * sin], -2).flatten(-2).to(x.dtype)
-    return y if rotated == x.shape[-1] else torch.cat([y, x[..., rotated:]], -1)
-
-
-def placed(x: Tensor, places: Places, direction: float = 1.0) -> Tensor:
-    """R_p x [B, T, heads, D] at the new tokens' positions; −1.0 turns back.
-
-    Step by step through a cache, the host's time for each operation counts: x ⊙ (cos, cos) + swapped(x) ⊙ (−sin, sin).
-    """
+def rotate_new(x: Tensor, places: Places, inverse: bool = False) -> Tensor:
+    """R_p x [B, T, heads, D] at the new tokens' positions, or R_p⁻¹ x."""
     if places.tables is None or places.tables[0].shape[-1] != x.shape[-1]:
-        return turned(x, places.angles, direction)
-    cos, sin = places.tables
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin, value=direction).to(x.dtype)
+        assert places.angles is not None
+        return apply_rope(x, places.angles, inverse)
+    return apply_rope_tables(x, places.tables, inverse)
 
 
 class Unrotated(nn.Module):
@@ -51,7 +39,7 @@ class Unrotated(nn.Module):
         """q [B, T, H, D], k [B, T, G, D] → the same shapes."""
         angles, turns_key = self.turning(places)
         if angles is not None:
-            q, k = placed(q, places), placed(k, places) if turns_key else k
+            q, k = rotate_new(q, places), rotate_new(k, places) if turns_key else k
         return self.scaled(q), k
 
     def turning(self, places: Places) -> tuple[Angles | None, bool]:
@@ -98,7 +86,7 @@ class RopeOnce(Rope):
     formula = "q_i ← R_i q_i ; k_j = v_j ← R_j k_j ; o_i ← R_i⁻¹ o_i"
 
     def undo(self, o: Tensor, places: Places) -> Tensor:
-        return placed(o, places, -1.0)
+        return rotate_new(o, places, inverse=True)
 
 
 class RopeOnRead(Unrotated):
@@ -117,7 +105,8 @@ class RopeOnRead(Unrotated):
     def read(self, k: Tensor, v: Tensor | None, places: Places) -> tuple[Tensor, Tensor]:
         if self.left_to_mix and places.turns is not None and not self.training:
             return k, k  # attention turns the keys of a cache as it reads them
-        return turned(k, places.key_angles), k
+        assert places.key_angles is not None
+        return apply_rope(k, places.key_angles), k
 
 
 class RopeLatent(Unrotated):
@@ -134,7 +123,7 @@ class RopeLatent(Unrotated):
 
     def tail_turned(self, x: Tensor, places: Places) -> Tensor:
         head, tail = x[..., : -self.rotated_width], x[..., -self.rotated_width :]
-        return torch.cat([head, placed(tail, places)], -1)
+        return torch.cat([head, rotate_new(tail, places)], -1)
 
 
 class Asymmetry2D(nn.Module):

@@ -13,6 +13,7 @@ from qklab.attention.couple import Coupling
 from qklab.attention.norm import QKNorm
 from qklab.hf.convert.cache import POSITION, share_layer
 from qklab.hf.convert.families import Family
+from qklab.ops.rope import apply_rope_without_gradient
 
 BACKENDS = ("eager", "sdpa")
 
@@ -94,8 +95,15 @@ class ConvertedAttention(nn.Module):
         k = self.normalised(s, self.key_norm)
         if position_embeddings is not None and angles is not None:
             q = self.rotate(q, q[:, :0], *position_embeddings)[0]
-            k = turned(k, *angles) if lean(k, angles[0]) else self.rotate(k, k[:, :0], *angles)[0]
+            k = self.rotate_keys(k, angles)
         return q, k, s
+
+    def rotate_keys(self, k: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """R_j k_j: k [B, G, slots, D] by cos, sin [B, slots, r], whose halves are the same."""
+        if not lean(k, angles[0]):
+            return self.rotate(k, k[:, :0], *angles)[0]
+        cos, sin = (table[:, None, :, : table.shape[-1] // 2] for table in angles)
+        return apply_rope_without_gradient(k, (cos, sin))
 
     def positions(self, s: Tensor, position_ids: Tensor | None) -> Tensor:
         """[B or 1, T] → [B, 1, T, 1], as the cache keeps them."""
@@ -139,22 +147,6 @@ def lean(k: Tensor, cos: Tensor) -> bool:
     """Whether nobody needs the rotation's gradient, no compiler fuses its steps and no precisions are mixed."""
     wanted = torch.is_grad_enabled() and k.requires_grad
     return not (wanted or torch.compiler.is_compiling()) and k.dtype == cos.dtype
-
-
-def turned(k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """R_j k_j for k [B, G, slots, D] and cos, sin [B, slots, r], the pairs being (k_i, k_{i+r/2}), i < r/2.
-
-    The family's own function, with one tensor of k's size written instead of five: a step of decoding turns the whole
-    cache, and is bound by memory.
-    """
-    half = cos.shape[-1] // 2
-    cos, sin = cos[:, None, :, :half], sin[:, None, :, :half]
-    low, high = k[..., :half], k[..., half : 2 * half]
-    out = torch.empty_like(k)
-    out[..., 2 * half :] = k[..., 2 * half :]
-    torch.mul(low, cos, out=out[..., :half]).addcmul_(high, sin, value=-1)
-    torch.mul(high, cos, out=out[..., half : 2 * half]).addcmul_(low, sin)
-    return out
 
 
 @functools.cache

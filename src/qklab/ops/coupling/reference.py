@@ -13,6 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from qklab.ops.norm import rms_norm
+from qklab.ops.rope import apply_rope
+
 if TYPE_CHECKING:
     from qklab.ops.coupling.api import Network, Norm
 
@@ -92,22 +95,12 @@ def uncoupled(q: Tensor, k: Tensor, step: Tensor, g: Callable, f: Callable, step
     return q, k
 
 
-def turned(x: Tensor, angles: Pair) -> Tensor:
-    """R_p x: rotate the pairs (x_i, x_{i+r/2}) of the first r entries of x [B, T, heads, D]."""
-    cos, sin = (angle.to(x.dtype) for angle in angles)
-    rotated = 2 * cos.shape[-1]
-    a, b = x[..., :rotated].unflatten(-1, (2, -1)).unbind(-2)
-    y = torch.stack([a * cos - b * sin, b * cos + a * sin], -2).flatten(-2)
-    return y if rotated == x.shape[-1] else torch.cat([y, x[..., rotated:]], -1)
-
-
 def finished(q: Tensor, k: Tensor, norm: Norm | None, angles: Pair | None, turn_key: bool) -> Pair:
     """rotate(normalise(q, k)) for q [B, T, H, D], k [B, T, G, D], as `couple` ends."""
     if norm is not None:
-        gains = (None if gain is None else gain.to(q.dtype) for gain in (norm.query_gain, norm.key_gain))
-        q, k = (F.rms_norm(u, u.shape[-1:], gain, norm.eps) for u, gain in zip((q, k), gains, strict=True))
+        q, k = rms_norm(q, norm.query_gain, norm.eps), rms_norm(k, norm.key_gain, norm.eps)
     if angles is not None:
-        q, k = turned(q, angles), turned(k, angles) if turn_key else k
+        q, k = apply_rope(q, angles), apply_rope(k, angles) if turn_key else k
     return q, k
 
 

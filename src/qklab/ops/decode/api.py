@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from qklab.ops.decode import reference, sdpa
-from qklab.ops.decode.reference import Angles
 from qklab.ops.dispatch import why_no_triton
+from qklab.ops.rope import Angles
 from qklab.schema import suggestion
 
 Impl = Literal["auto", "reference", "sdpa", "triton"]

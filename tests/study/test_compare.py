@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from qklab.cli import main, with_ray_address
+from qklab.cli import main
+from qklab.cli.study import StudyCommand
 from qklab.data.spec import DataError
 from qklab.study import compare
 from qklab.study.execute import Slots
@@ -118,9 +119,10 @@ def test_what_is_compared_stays(quick: dict[str, float], tmp_path: Path) -> None
 
 
 def test_ray_without_an_address() -> None:
-    assert with_ray_address(["study", "f", "--ray"]) == ["study", "f", "--ray=local"]
-    assert with_ray_address(["study", "f", "--ray", "--rows", "2"]) == ["study", "f", "--ray=local", "--rows", "2"]
-    assert with_ray_address(["study", "f", "--ray", "host:1"]) == ["study", "f", "--ray", "host:1"]
+    complete_words = StudyCommand.complete_words
+    assert complete_words(["f", "--ray"]) == ["f", "--ray=local"]
+    assert complete_words(["f", "--ray", "--rows", "2"]) == ["f", "--ray=local", "--rows", "2"]
+    assert complete_words(["f", "--ray", "host:1"]) == ["f", "--ray", "host:1"]
 
 
 # the page

@@ -1,4 +1,4 @@
-"""What studies/logit_control.py found, from the merged files under studies/results: three figures for each of them."""
+"""What a sweep of logit control found, from the files under studies/results: three figures for each of them."""
 
 import json
 import math

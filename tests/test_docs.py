@@ -10,11 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from qklab import cli
-from qklab.attention.couple import COUPLINGS
-from qklab.attention.force import FORCES
-from qklab.attention.mix import MIXES
-from qklab.attention.norm import NORMS
+from qklab import cli, register
+from qklab.attention.couple import FORCES
 from qklab.attention.project import PROJECTIONS
 from qklab.attention.rotate import KV_ROTATIONS, POSITIONS
 from qklab.cli import main
@@ -33,12 +30,12 @@ SNIPPETS = [
 COMMANDS = sorted(set(re.findall(r"^qklab (describe.*)$", ALL, re.MULTILINE)))
 REGISTRIES = {
     "share": PROJECTIONS,
-    "kind": COUPLINGS,
+    "kind": register.coupling,
     "force": FORCES,
-    "norm": NORMS,
+    "norm": register.norm,
     "position": POSITIONS,
     "kv_rotation": KV_ROTATIONS,
-    "mix": MIXES,
+    "mix": register.mix,
 }
 
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from qklab import register
 from qklab.attention.layer import Attention
 from qklab.attention.spec import AttentionSpec, CouplingSpec, LatentSpec
 from qklab.model.decoder import Decoder
@@ -29,12 +30,10 @@ def list_mechanisms() -> list[AttentionSpec]:
         spec(share="q=k"),
         spec(share="q=k=v"),
         spec(latent=LatentSpec(query_rank=256, kv_rank=128, rope_width=32)),
-        *(spec(coupling=CouplingSpec(kind=kind)) for kind in ("euler", "symplectic-euler", "leapfrog")),
-        spec(coupling=CouplingSpec(kind="leapfrog", force="gradient")),
-        *(spec(coupling=CouplingSpec(kind=kind)) for kind in ("affine", "uncoupled", "linear")),
-        spec(norm="qk"),
-        spec(mix="differential"),
-        spec(mix="differential-v2"),
+        *(spec(coupling=CouplingSpec(kind=kind)) for kind in register.coupling),
+        spec(coupling=CouplingSpec(force="gradient")),
+        *(spec(norm=norm) for norm in register.norm if norm != "none"),
+        *(spec(mix=mix) for mix in register.mix if mix != "softmax"),
         spec(share="k=v", kv_heads=2, coupling=CouplingSpec(kind="affine"), norm="qk", mix="differential"),
     ]
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from qklab import Attention, AttentionSpec, CouplingSpec, Decoder, recipe
-from qklab.attention.couple import COUPLINGS, Coupling, Forced, group_mean, invertible
-from qklab.attention.force import GradientForce
+from qklab import Attention, AttentionSpec, CouplingSpec, Decoder, recipe, register
+from qklab.attention.couple import Coupling, Forced, GradientForce, group_mean, invertible
 from qklab.ops.coupling import reference
 from qklab.testing import randomised
 
@@ -65,7 +64,7 @@ def test_inverse_undoes_forward(kind: str, kv_heads: int, steps: int, sharing: s
     assert not torch.allclose(couple(q, k)[1], k, rtol=1e-2)  # the map did something
 
 
-@pytest.mark.parametrize("kind", [kind for kind in COUPLINGS if kind not in invertible()])
+@pytest.mark.parametrize("kind", [kind for kind in register.coupling if kind not in invertible()])
 def test_maps_without_inverse_say_so(kind: str) -> None:
     couple = coupling(kind=kind)
     for method in (couple.inverse, couple.log_det):
@@ -185,7 +184,7 @@ def test_leapfrog_shares_neighbouring_kicks(monkeypatch: pytest.MonkeyPatch) -> 
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", COUPLINGS)
+@pytest.mark.parametrize("kind", register.coupling)
 @pytest.mark.parametrize("sharing", ["per-layer", "per-head"])
 def test_identity_start_leaves_the_models_logits_bit_equal(kind: Any, sharing: Any) -> None:
     """One seed gives both models the same other weights, so their logits agree bit for bit."""
@@ -264,7 +263,12 @@ def test_uncoupled_has_the_coupled_capacity() -> None:
     assert abs(control - coupled) <= 64
 
 
-STEPPED = [(kind, sharing) for kind in COUPLINGS for sharing in ("per-layer", "per-head") if COUPLINGS[kind].stepped]
+STEPPED = [
+    (kind, sharing)
+    for kind in register.coupling
+    for sharing in ("per-layer", "per-head")
+    if register.coupling[kind].stepped
+]
 
 
 @pytest.mark.parametrize(("kind", "step_sharing"), [*STEPPED, ("affine", "per-layer")])
@@ -278,11 +282,12 @@ def test_bfloat16_stays_bfloat16(kind: Any, step_sharing: Any) -> None:
     assert [u.dtype for u in out] == [torch.bfloat16] * 2
 
 
-def test_a_map_of_your_own_needs_only_its_flow() -> None:
+def test_a_map_of_your_own_needs_only_its_flow(monkeypatch: pytest.MonkeyPatch) -> None:
     """The example of docs/adding-a-mechanism.md, in a layer with QK-norm and RoPE, grouped heads, and a cache."""
     page = (Path(__file__).parents[2] / "docs/adding-a-mechanism.md").read_text(encoding="utf-8")
-    example = re.findall(r"```\n(class Turn.*?)```", page, re.DOTALL)[0]
-    names: dict[str, Any] = {"Coupling": Coupling, "group_mean": group_mean}
+    monkeypatch.setattr(register.coupling, "entries", dict(register.coupling.entries))
+    example = re.findall(r"```\n(@register.*?class Turn.*?)```", page, re.DOTALL)[0]
+    names: dict[str, Any] = {"Coupling": Coupling, "group_mean": group_mean, "register": register}
     exec(example, names)
     spec = AttentionSpec(width=16, heads=4, kv_heads=2, norm="qk", coupling=CouplingSpec(kind="euler", steps=2))
     layer = randomised(Attention(spec)).double().eval()

@@ -35,8 +35,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from qklab import CouplingSpec
-from qklab.attention.couple import COUPLINGS
+from qklab import CouplingSpec, register
 from qklab.hf.convert import (
     FAMILIES,
     Report,
@@ -156,7 +155,7 @@ def test_a_coupling_starts_as_nothing(family: str, dtype: torch.dtype) -> None:
         names = list(model.state_dict())
         attention = type(next(iter(FAMILIES[family].layers(model).values())))
         before = logits(model, ids())
-        for kind in COUPLINGS:
+        for kind in register.coupling:
             sharing = "per-head" if kind in ("leapfrog", "affine") else "per-layer"
             report = convert(model, coupling=CouplingSpec(kind=kind, init="identity", force_sharing=sharing))  # pyright: ignore[reportArgumentType]
             assert torch.equal(logits(model, ids()), before), kind

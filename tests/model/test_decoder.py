@@ -7,10 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from qklab import CouplingSpec, Decoder, DecoderSpec, LatentSpec, SpecError, recipe
-from qklab.attention.couple import COUPLINGS
-from qklab.attention.mix import MIXES
-from qklab.attention.norm import NORMS
+from qklab import CouplingSpec, Decoder, DecoderSpec, LatentSpec, SpecError, recipe, register
 from qklab.attention.project import PROJECTIONS
 from qklab.model import RECIPES
 
@@ -100,10 +97,10 @@ def test_bytes_are_ids() -> None:
 
 
 EVERY_CHOICE = [
-    *({"coupling": CouplingSpec.from_dict({"kind": kind})} for kind in COUPLINGS),
-    *({"mix": mix} for mix in MIXES),
+    *({"coupling": CouplingSpec.from_dict({"kind": kind})} for kind in register.coupling),
+    *({"mix": mix} for mix in register.mix),
     *({"share": share} for share in PROJECTIONS),
-    *({"norm": norm} for norm in NORMS),
+    *({"norm": norm} for norm in register.norm),
     {"latent": LatentSpec(query_rank=8, kv_rank=8, rope_width=4)},
     {"share": "q=k", "causal": False, "asymmetry_2d": True, "asymmetry_free_scale": True},
     {"position": "learned"},

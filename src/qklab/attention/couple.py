@@ -8,19 +8,104 @@ meets the mean q̄ of its group's query heads.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qklab.attention.force import FORCES, GradientForce, HeadLinear, MLPForce, uniform_
+from qklab import register
 from qklab.ops.coupling import Network, Norm, couple, finished, group_mean
 from qklab.ops.dispatch import Impl
 from qklab.ops.rope import Angles
 
 if TYPE_CHECKING:
     from qklab.attention.spec import AttentionSpec, CouplingSpec
+
+
+def uniform_(tensor: Tensor, fan_in: int, generator: torch.Generator | None) -> None:
+    """torch's default for linear layers: U(−1/√fan_in, 1/√fan_in)."""
+    bound = 1 / math.sqrt(fan_in)
+    with torch.no_grad():
+        drawn = torch.empty(tensor.shape, device="cpu", dtype=torch.float32)
+        tensor.copy_(drawn.uniform_(-bound, bound, generator=generator))
+
+
+class HeadLinear(nn.Module):
+    """y = W x + b on the last axis: one W for all heads, or without bias one per key head.
+
+    x [B, T, G, R, inner] → [B, T, G, R, outer].
+    """
+
+    def __init__(self, inner: int, outer: int, heads: int | None):
+        super().__init__()
+        shape = (outer, inner) if heads is None else (heads, outer, inner)
+        self.weight = nn.Parameter(torch.empty(shape))
+        self.bias = nn.Parameter(torch.empty(outer)) if heads is None else None
+        self.reset()
+
+    def reset(self, generator: torch.Generator | None = None) -> None:
+        uniform_(self.weight, self.weight.shape[-1], generator)
+        if self.bias is not None:
+            uniform_(self.bias, self.weight.shape[-1], generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight.dim() == 2:
+            return F.linear(x, self.weight, self.bias)
+        return torch.einsum("btgri,goi->btgro", x, self.weight)
+
+    @staticmethod
+    def parameters_of(inner: int, outer: int, heads: int | None) -> int:
+        return inner * outer + outer if heads is None else heads * inner * outer
+
+
+class MLPForce(nn.Module):
+    """f(u) = W2 silu(W1 u + b1) + b2, width h."""
+
+    def __init__(self, head_width: int, force_width: int, heads: int | None):
+        super().__init__()
+        self.inner = HeadLinear(head_width, force_width, heads)
+        self.outer = HeadLinear(force_width, head_width, heads)
+
+    def forward(self, u: Tensor) -> Tensor:
+        return self.outer(F.silu(self.inner(u)))
+
+    @staticmethod
+    def parameters_of(head_width: int, force_width: int, heads: int | None) -> int:
+        count = HeadLinear.parameters_of
+        return count(head_width, force_width, heads) + count(force_width, head_width, heads)
+
+
+class GradientForce(nn.Module):
+    """f(u) = −∇U(u) = −W1ᵀ(a ⊙ σ'(W1 u + b)) of the potential U(u) = Σ_i a_i σ(w_i·u + b_i), σ = softplus."""
+
+    def __init__(self, head_width: int, force_width: int, heads: int | None):
+        super().__init__()
+        self.inner = HeadLinear(head_width, force_width, heads)
+        shape = (force_width,) if heads is None else (heads, 1, force_width)
+        self.amplitude = nn.Parameter(torch.empty(shape))
+        self.reset()
+
+    def reset(self, generator: torch.Generator | None = None) -> None:
+        uniform_(self.amplitude, self.amplitude.shape[-1], generator)
+
+    def forward(self, u: Tensor) -> Tensor:
+        pull = (self.amplitude * torch.sigmoid(self.inner(u))).to(u.dtype)
+        if self.inner.weight.dim() == 2:
+            return -F.linear(pull, self.inner.weight.mT)
+        return -torch.einsum("btgro,goi->btgri", pull, self.inner.weight)
+
+    def potential(self, u: Tensor) -> Tensor:
+        """U(u): [B, T, G, R, D] → [B, T, G, R]."""
+        return (self.amplitude * F.softplus(self.inner(u))).sum(-1)
+
+    @staticmethod
+    def parameters_of(head_width: int, force_width: int, heads: int | None) -> int:
+        return HeadLinear.parameters_of(head_width, force_width, heads) + force_width * (heads or 1)
+
+
+FORCES = {"mlp": MLPForce, "gradient": GradientForce}
 
 
 class Coupling(nn.Module):
@@ -108,6 +193,10 @@ class Coupling(nn.Module):
         return (share * self.step * u).to(u.dtype)
 
     @classmethod
+    def formula_of(cls, spec: AttentionSpec) -> str:
+        return cls.formula + (f"   ({of(spec).steps} times)" if of(spec).steps > 1 else "")
+
+    @classmethod
     def parameters_of(cls, spec: AttentionSpec) -> int:
         coupling = of(spec)
         steps = {"per-layer": 1, "per-head": spec.kv_heads}[coupling.step_sharing] if cls.stepped else 0
@@ -168,6 +257,7 @@ class Forced(Coupling):
         return steps
 
 
+@register.coupling("euler")
 class Euler(Forced):
     """q⁺ = q + δ k ; k⁺ = k + δ f(q), the old q in both."""
 
@@ -175,6 +265,7 @@ class Euler(Forced):
     formula = "q⁺ = q + δ k ; k⁺ = k + δ f(q)"
 
 
+@register.coupling("symplectic-euler")
 class SymplecticEuler(Forced):
     """k⁺ = k + δ f(q) ; q⁺ = q + δ k⁺. Two shears: invertible, det J = 1."""
 
@@ -189,6 +280,7 @@ class SymplecticEuler(Forced):
         return q, k
 
 
+@register.coupling("leapfrog")
 class Leapfrog(Forced):
     """k½ = k + δ/2 f(q) ; q⁺ = q + δ k½ ; k⁺ = k½ + δ/2 f(q⁺). Neighbouring half kicks share one evaluation of f."""
 
@@ -209,6 +301,7 @@ class Leapfrog(Forced):
         return steps + 1
 
 
+@register.coupling("affine")
 class Affine(Coupling):
     """q⁺ = q ⊙ exp(s1(k)) + t1(k) ; k⁺ = k ⊙ exp(s2(q⁺)) + t2(q⁺), s = s_max tanh(raw).
 
@@ -278,6 +371,7 @@ class Affine(Coupling):
         return coupling.steps * spec.kv_heads * 2 * 3 * spec.head_width * width_of(spec)
 
 
+@register.coupling("uncoupled")
 class Uncoupled(Coupling):
     """q⁺ = q + δ g(q) ; k⁺ = k + δ f(k). The control: the same capacity (width h/2 each), no coupling."""
 
@@ -304,6 +398,7 @@ class Uncoupled(Coupling):
         return coupling.steps * (spec.query_heads + spec.kv_heads) * 2 * spec.head_width * (width_of(spec) // 2)
 
 
+@register.coupling("linear")
 class Linear(Coupling):
     """k⁺ = k + δ A q ; q⁺ = q + δ k⁺. The control that folds exactly into new W_q, W_k: only a reparametrisation."""
 
@@ -344,18 +439,8 @@ class Linear(Coupling):
         return coupling.steps * spec.kv_heads * spec.head_width**2
 
 
-COUPLINGS: dict[str, type[Coupling]] = {
-    "euler": Euler,
-    "symplectic-euler": SymplecticEuler,
-    "leapfrog": Leapfrog,
-    "affine": Affine,
-    "uncoupled": Uncoupled,
-    "linear": Linear,
-}
-
-
 def invertible() -> list[str]:
-    return [name for name, kind in COUPLINGS.items() if kind.invertible]
+    return [name for name, kind in register.coupling.items() if kind.invertible]
 
 
 def of(spec: AttentionSpec) -> CouplingSpec:
@@ -375,7 +460,7 @@ def width_of(spec: AttentionSpec) -> int:
     coupling = of(spec)
     if coupling.force_width is not None:
         return coupling.force_width
-    kind = COUPLINGS[coupling.kind]
+    kind = coupling.mechanism
     width = spec.head_width if coupling.force_sharing == "per-layer" else 8
     width *= kind.width_factor * (2 if coupling.force == "gradient" else 1)
     return max(kind.nets, width - width % kind.nets)

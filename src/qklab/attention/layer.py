@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from qklab.attention.cache import Cache, cache_class
-from qklab.attention.couple import COUPLINGS, Linear
-from qklab.attention.norm import NORMS
+from qklab.attention.couple import Linear
+from qklab.attention.norm import QKNorm
 from qklab.attention.places import Places, locate
 from qklab.attention.project import Projected, Projection
 from qklab.attention.spec import AttentionSpec
@@ -26,13 +26,12 @@ class Attention(nn.Module):
         self.spec = spec
         self.layer = layer
         self.project = spec.projection(spec)
-        norm = NORMS[spec.norm]
-        self.normalise = None if norm is None else norm(spec)
+        self.normalise = spec.normalisation(spec)
         self.rotate = spec.rotation(spec)
         self.mix = spec.mixing(spec, layer)
         self.output = nn.Linear(spec.heads * spec.head_width, spec.width, bias=spec.bias)
         # built last, so that under one seed a layer with coupling draws the same other weights as one without
-        self.couple = COUPLINGS[spec.coupling.kind](spec) if spec.coupling is not None else None
+        self.couple = spec.coupling.mechanism(spec) if spec.coupling is not None else None
         self.watched: Tensor | None = None  # [heads], raised to the largest logit of every training pass
         self.recomputes = False  # whether backward passes project anew rather than keep what a coupling came from
 
@@ -70,16 +69,14 @@ class Attention(nn.Module):
         if self.couple is not None:
             q, k = self.coupled(q, k, places)
         else:
-            q, k = (q, k) if self.normalise is None else self.normalise(q, k)
-            q, k = self.rotate(q, k, places)
+            q, k = self.rotate(*self.normalise(q, k), places)
         return q, k, v
 
     def coupled(self, q: Tensor, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         """Stages 2 to 4 as one operation, which reads q and k once and writes them once."""
         assert self.couple is not None
         norm = self.normalise
-        if norm is not None:
-            norm = Norm(norm.eps, norm.query_gain, norm.key_gain)
+        norm = Norm(norm.eps, norm.query_gain, norm.key_gain) if isinstance(norm, QKNorm) else None
         angles, turns_key = self.rotate.turning(places)
         q, k = self.couple(q, k, norm, angles, turns_key)
         return self.rotate.scaled(q), k

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from qklab import register
 from qklab.attention.places import Places
 from qklab.ops.decode import decode
 from qklab.ops.differential import differential, differential_v2
@@ -85,11 +86,14 @@ def largest_logits(
     return torch.stack(largest).amax(0).float()
 
 
-class Softmax(nn.Module):
-    """o = softmax(q kᵀ/√D) v."""
+class Mix(nn.Module):
+    """What scores become, as other packages may extend it; as it is, plain attention."""
 
-    formula: ClassVar[str] = "o = softmax(q kᵀ/√D) v"
+    formula: ClassVar[str]
+    label: ClassVar[str | None] = None  # in the names of specs; None: the name it is registered under
     query_factor: ClassVar[int] = 1  # query heads per output head
+    pairs_heads: ClassVar[bool] = False  # whether heads go in pairs, so that their numbers must be even
+    has_gain: ClassVar[bool] = False  # whether `differential_gain` is a choice
 
     def __init__(self, spec: AttentionSpec, layer: int):
         super().__init__()
@@ -111,6 +115,10 @@ class Softmax(nn.Module):
         return o
 
     @classmethod
+    def formula_of(cls, spec: AttentionSpec) -> str:
+        return cls.formula
+
+    @classmethod
     def parameters_of(cls, spec: AttentionSpec) -> int:
         return 0
 
@@ -119,7 +127,16 @@ class Softmax(nn.Module):
         return 4 * context * spec.query_heads * spec.head_width
 
 
-class Differential(Softmax):
+@register.mix("softmax")
+class Softmax(Mix):
+    """o = softmax(q kᵀ/√D) v."""
+
+    formula = "o = softmax(q kᵀ/√D) v"
+    label = ""
+
+
+@register.mix("differential")
+class Differential(Mix):
     """v1: o = (softmax₁ − λ softmax₂) V for a pair of heads, V of width 2D; then RMSNorm per pair, times 1 − λ_init.
 
     λ = exp(λq1·λk1) − exp(λq2·λk2) + λ_init, λ_init = 0.8 − 0.6 exp(−0.3·layer). Key/value heads 2g and 2g+1 form a
@@ -127,6 +144,9 @@ class Differential(Softmax):
     """
 
     formula = "o = (softmax(q₁k₁ᵀ/√D) − λ softmax(q₂k₂ᵀ/√D)) [v₁;v₂] ; o ← (1−λ_init)·norm(o)"
+    label = "diff"
+    pairs_heads = True
+    has_gain = True
     eps: ClassVar[float] = 1e-5
 
     def __init__(self, spec: AttentionSpec, layer: int):
@@ -171,10 +191,12 @@ class Differential(Softmax):
         return 2 * context * spec.heads * (spec.head_width + 2 * spec.head_width)
 
 
-class DifferentialV2(Softmax):
+@register.mix("differential-v2")
+class DifferentialV2(Mix):
     """v2: 2H query heads over unchanged keys and values; o_h = a_2h − sigmoid(w_h·x) a_2h+1, λ per token and head."""
 
     formula = "o_h = softmax(q_2h kᵀ/√D) v − σ(w_h·x) softmax(q_2h+1 kᵀ/√D) v"
+    label = "diff-v2"
     query_factor = 2
 
     def __init__(self, spec: AttentionSpec, layer: int):
@@ -196,7 +218,7 @@ class DifferentialV2(Softmax):
         return super().flops(spec, context) + 2 * spec.width * spec.heads
 
 
-class LatentSoftmax(Softmax):
+class LatentSoftmax(Mix):
     """MLA: softmax over q [B, T, H, D + d_rope] and the latent [B, S, 1, d_c + d_rope] = [c ; rotated shared key].
 
     Expanded: k^h = [W_uk^h c ; k_rope], v^h = W_uv^h c. Absorbed: q_nope W_uk^h is compared with c itself, and the
@@ -260,6 +282,3 @@ class LatentSoftmax(Softmax):
         assert latent is not None
         scores = context * spec.heads * (2 * spec.head_width + latent.rope_width)
         return 2 * (scores + 2 * latent.kv_rank * spec.heads * spec.head_width)
-
-
-MIXES: dict[str, type[Softmax]] = {"softmax": Softmax, "differential": Differential, "differential-v2": DifferentialV2}

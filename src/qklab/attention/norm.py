@@ -2,29 +2,56 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from qklab import register
 from qklab.ops.norm import rms_norm
 
 if TYPE_CHECKING:
     from qklab.attention.spec import AttentionSpec
 
 
-class QKNorm(nn.Module):
+@register.norm("none")
+class Unnormalised(nn.Module):
+    """Queries and keys as they are."""
+
+    label: ClassVar[str | None] = ""  # in the names of specs; None: the name it is registered under
+
+    def __init__(self, spec: AttentionSpec):
+        super().__init__()
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q [B, T, H, D], k [B, T, G, D] → the same shapes."""
+        return q, k
+
+    @classmethod
+    def formula_of(cls, spec: AttentionSpec) -> str:
+        return ""
+
+    @classmethod
+    def parameters_of(cls, spec: AttentionSpec) -> int:
+        return 0
+
+    @classmethod
+    def flops(cls, spec: AttentionSpec, context: int) -> int:
+        return 0
+
+
+@register.norm("qk")
+class QKNorm(Unnormalised):
     """u ↦ g ⊙ u / √(mean(u²) + eps) over D, for q [B, T, H, D] and k [B, T, G, D]; gains [D] shared by all heads.
 
     Where the key is also the value only the query has a gain: a gain does not commute with RoPE, so the key's could not
     be taken back out of the value.
     """
 
-    formula = "q ← g_q ⊙ q/rms(q) ; k ← g_k ⊙ k/rms(k)"
-    formula_shared = "q ← g_q ⊙ q/rms(q) ; k ← k/rms(k)"
+    label = "qk-norm"
 
     def __init__(self, spec: AttentionSpec):
-        super().__init__()
+        super().__init__(spec)
         self.eps = spec.norm_eps
         self.query_gain = nn.Parameter(torch.ones(spec.head_width))
         self.key_gain = None if spec.key_is_value else nn.Parameter(torch.ones(spec.head_width))
@@ -40,12 +67,9 @@ class QKNorm(nn.Module):
         return rms_norm(u, gain, self.eps)
 
     @classmethod
-    def parameters_of(cls, spec: AttentionSpec) -> int:
-        return spec.head_width * (1 if spec.key_is_value else 2)
+    def formula_of(cls, spec: AttentionSpec) -> str:
+        return f"q ← g_q ⊙ q/rms(q) ; k ← {'' if spec.key_is_value else 'g_k ⊙ '}k/rms(k)"
 
     @classmethod
-    def flops(cls, spec: AttentionSpec, context: int) -> int:
-        return 0
-
-
-NORMS: dict[str, type[QKNorm] | None] = {"none": None, "qk": QKNorm}
+    def parameters_of(cls, spec: AttentionSpec) -> int:
+        return spec.head_width * (1 if spec.key_is_value else 2)

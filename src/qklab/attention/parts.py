@@ -25,8 +25,7 @@ def take_apart(attention: Attention, x: Tensor, places: Places) -> Parts:
     if attention.couple is not None:
         q, k = attention.couple(q, k)
     coupled = exact(q), exact(k)
-    if attention.normalise is not None:
-        q, k = attention.normalise(q, k)
+    q, k = attention.normalise(q, k)
     key, value = attention.mix.keys_and_values(k, k if v is None else v)
     normalised = exact(q), exact(key), exact(value)
     q, k = attention.rotate(q, k, places)

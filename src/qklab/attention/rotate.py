@@ -63,6 +63,10 @@ class Unrotated(nn.Module):
         return None
 
     @classmethod
+    def formula_of(cls, spec: AttentionSpec) -> str:
+        return cls.formula
+
+    @classmethod
     def parameters_of(cls, spec: AttentionSpec) -> int:
         return 0
 
@@ -185,6 +189,10 @@ class Asymmetric(Unrotated):
 
     def bias(self, places: Places) -> Tensor | None:
         return self.asymmetry.bias(places.positions, self.asymmetry.weight.dtype)
+
+    @classmethod
+    def formula_of(cls, spec: AttentionSpec) -> str:
+        return " ; ".join(filter(None, (rotation(spec).formula_of(spec), Asymmetry2D.formula)))
 
     @classmethod
     def parameters_of(cls, spec: AttentionSpec) -> int:

@@ -1,13 +1,13 @@
 import dataclasses
 import json
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from qklab import describe
-from qklab.attention.spec import AttentionSpec, CouplingKind, CouplingSpec, LatentSpec
+from qklab import describe, register
+from qklab.attention.spec import AttentionSpec, CouplingSpec, LatentSpec
 from qklab.cli.flags import make_flags, select_changed
 from qklab.schema import SpecError
 
-CouplingFlags = make_flags(CouplingSpec, kind=(Literal[("none", *get_args(CouplingKind))], "none"))
+CouplingFlags = make_flags(CouplingSpec, kind=(Literal[("none", *register.coupling)], "none"))
 LatentFlags = make_flags(LatentSpec)
 AttentionFlags = make_flags(
     AttentionSpec,

@@ -7,9 +7,18 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import tyro
 
 
+def read_types(spec: type) -> dict[str, Any]:
+    """Field → its type; a choice among words is that of these words, also of those that others registered."""
+    types = get_type_hints(spec)
+    for field in dataclasses.fields(spec):
+        if types[field.name] is str and "among" in field.metadata:
+            types[field.name] = Literal[tuple(field.metadata["among"])]
+    return types
+
+
 def make_flags(spec: type, **overrides: tuple[Any, Any]) -> type:
     """A dataclass of command-line flags for a spec's fields; a field without a default may be left out."""
-    types = get_type_hints(spec)
+    types = read_types(spec)
     made: list[tuple[str, Any, Any]] = []
     for field in dataclasses.fields(spec):
         kind, default = types[field.name], field.default
@@ -38,7 +47,7 @@ def make_optional_flags(spec: type, elsewhere: Mapping[str, str] | None = None, 
     An override is another type for a field, or None to leave the field out; `elsewhere` says what holds by default
     where that is not the field's own default.
     """
-    types = get_type_hints(spec) | overrides
+    types = read_types(spec) | overrides
     made: list[tuple[str, Any, Any]] = []
     for field in dataclasses.fields(spec):
         kind = types[field.name]

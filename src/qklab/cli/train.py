@@ -1,11 +1,12 @@
 import dataclasses
 import os
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from tyro.conf import Positional
 
-from qklab.attention.spec import AttentionSpec, CouplingKind, CouplingSpec, LatentSpec
+from qklab import register
+from qklab.attention.spec import AttentionSpec, CouplingSpec, LatentSpec
 from qklab.cli.flags import annotate_optional, collect_given, make_optional_flags
 from qklab.data.spec import DataSpec
 from qklab.model.spec import DecoderSpec
@@ -17,7 +18,7 @@ from qklab.train.spec import BatchSpec, BudgetSpec, EvaluationSpec, ExecutionSpe
 
 def make_run_flags() -> type:
     """Every field of a run as a flag, as in its TOML file: --model.recipe, --attention.share, --optimiser.lr, …"""
-    coupling = make_optional_flags(CouplingSpec, {"kind": "none"}, kind=Literal[("none", *get_args(CouplingKind))])
+    coupling = make_optional_flags(CouplingSpec, {"kind": "none"}, kind=Literal[("none", *register.coupling)])
     sized: dict[str, str] = dict.fromkeys(("heads", "position", "bias"), "the recipe's")
     latent = make_optional_flags(LatentSpec)
     attention = make_optional_flags(AttentionSpec, sized, width=None, coupling=coupling, latent=latent)

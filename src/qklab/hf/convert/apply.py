@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qklab.attention.spec import CouplingKind, CouplingSpec
+from qklab.attention.spec import CouplingSpec
 from qklab.hf.convert.attention import ConvertedAttention
 from qklab.hf.convert.calibrate import Text, Walk, batches_of, evaluating, relative_change
 from qklab.hf.convert.check import check_options, coupling_of, merge_of, refuse_converted, refuse_unfit
@@ -33,7 +33,7 @@ class Before:
 def convert(
     model: PreTrainedModel,
     *,
-    coupling: CouplingSpec | CouplingKind | None = None,
+    coupling: CouplingSpec | str | None = None,
     share: Literal["k=v"] | None = None,
     norm: Literal["qk-norm"] | None = None,
     kv_heads: int | None = None,

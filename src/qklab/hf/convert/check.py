@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from qklab.attention.couple import COUPLINGS
-from qklab.attention.spec import CouplingKind, CouplingSpec
+from qklab import register
+from qklab.attention.spec import CouplingSpec
 from qklab.hf.convert.attention import ConvertedAttention, check_backend
 from qklab.hf.convert.families import Family
 from qklab.hf.convert.record import MERGES, TRAINABLE, Conversion, conversion_of
@@ -24,12 +24,10 @@ def coupling_of(given: CouplingSpec | str | Mapping[str, Any] | None) -> Couplin
         return given
     if isinstance(given, Mapping):
         return CouplingSpec.from_dict({"init": "identity", **given})
-    if given not in COUPLINGS:
-        known = ", ".join(map(repr, COUPLINGS))
-        raise ValueError(
-            f"coupling must be a CouplingSpec or one of {known}{suggestion(given, COUPLINGS)}, but {given!r} came."
-        )
-    return CouplingSpec(kind=cast(CouplingKind, given), init="identity")
+    if given not in register.coupling:
+        known, close = ", ".join(map(repr, register.coupling)), suggestion(given, register.coupling)
+        raise ValueError(f"coupling must be a CouplingSpec or one of {known}{close}, but {given!r} came.")
+    return CouplingSpec(kind=given, init="identity")
 
 
 def merge_of(merge: Any, kv_heads: int | None) -> Any:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qklab.attention.couple import COUPLINGS
 from qklab.attention.norm import QKNorm
 from qklab.hf.convert.attention import converted_class
 from qklab.hf.convert.calibrate import Seen, Walk, moments_of, relative_change
@@ -82,7 +81,7 @@ def insert(
     layer.head_width, layer.rotary = width, rotary
     layer.couple, layer.normalise = None, None
     if spec.coupling is not None:
-        couple = COUPLINGS[spec.coupling.kind](spec)
+        couple = spec.coupling.mechanism(spec)
         for path, module in reversed(list(couple.named_modules())):
             if callable(reset := getattr(module, "reset", None)):
                 reset(torch.Generator().manual_seed(seed_of(seed, f"{name}.couple.{path}")))

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
-from qklab.schema import suggestion
+from qklab.schema import suggest_name
 
 Entry = TypeVar("Entry")
 GROUP = "qklab"
@@ -53,7 +53,7 @@ class Registry(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name not in self:
             raise RegistryError(
-                f"there is no {self.what} {name!r}{suggestion(name, self)}; registered are {', '.join(self)}."
+                f"there is no {self.what} {name!r}{suggest_name(name, self)}; registered are {', '.join(self)}."
             )
         return self.entries[name]
 

@@ -12,7 +12,7 @@ from qklab.attention.mix import LatentSoftmax, Mix
 from qklab.attention.norm import Unnormalised
 from qklab.attention.project import PROJECTIONS, Latent, Projection
 from qklab.attention.rotate import KV_ROTATIONS, POSITIONS, Asymmetric, Unrotated, rotation
-from qklab.schema import Rule, Spec, choice, flag, part, real, whole
+from qklab.schema import Rule, Spec, boolean_field, choice_field, integer_field, number_field, spec_field
 
 SHARINGS = ("per-layer", "per-head")
 
@@ -34,15 +34,15 @@ class CouplingSpec(Spec):
         scale_limit: Largest |log scale| of affine.
     """
 
-    kind: str = choice("leapfrog", register.coupling)
-    steps: int = whole(1, at_most=1000)
-    force: str = choice("mlp", FORCES)
-    force_width: int | None = whole(None)
-    force_sharing: str = choice("per-layer", SHARINGS)
-    step_size: float = real(1.0)
-    step_sharing: str = choice("per-layer", SHARINGS)
-    init: str = choice("default", ("default", "identity"))
-    scale_limit: float = real(2.0, above=0.0)
+    kind: str = choice_field("leapfrog", register.coupling)
+    steps: int = integer_field(1, at_most=1000)
+    force: str = choice_field("mlp", FORCES)
+    force_width: int | None = integer_field(None)
+    force_sharing: str = choice_field("per-layer", SHARINGS)
+    step_size: float = number_field(1.0)
+    step_sharing: str = choice_field("per-layer", SHARINGS)
+    init: str = choice_field("default", ("default", "identity"))
+    scale_limit: float = number_field(2.0, above=0.0)
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -117,10 +117,10 @@ class LatentSpec(Spec):
         norm: RMSNorm on both latents.
     """
 
-    query_rank: int = whole()
-    kv_rank: int = whole()
-    rope_width: int = whole(at_least=0)
-    norm: bool = flag(True)
+    query_rank: int = integer_field()
+    kv_rank: int = integer_field()
+    rope_width: int = integer_field(at_least=0)
+    norm: bool = boolean_field(True)
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -186,25 +186,25 @@ class AttentionSpec(Spec):
         causal: Whether a token sees only itself and earlier ones.
     """
 
-    width: int = whole()
-    heads: int = whole(at_most=65_536)
-    kv_heads: int = whole(None, at_most=65_536)
-    head_width: int = whole(None)
-    bias: bool = flag(False)
-    share: str = choice("none", PROJECTIONS)
-    latent: LatentSpec | None = part(LatentSpec, None)
-    coupling: CouplingSpec | None = part(CouplingSpec, None)
-    norm: str = choice("none", register.norm)
-    norm_eps: float = real(1e-6, above=0.0, at_most=1.0)
-    position: str = choice("rope", POSITIONS)
-    rope_base: float = real(10_000.0, above=1.0)
-    rope_fraction: float = real(1.0, above=0.0, at_most=1.0)
-    kv_rotation: str = choice("once", KV_ROTATIONS)
-    asymmetry_2d: bool = flag(False)
-    asymmetry_free_scale: bool = flag(False)
-    mix: str = choice("softmax", register.mix)
-    differential_gain: bool = flag(True)
-    causal: bool = flag(True)
+    width: int = integer_field()
+    heads: int = integer_field(at_most=65_536)
+    kv_heads: int = integer_field(None, at_most=65_536)
+    head_width: int = integer_field(None)
+    bias: bool = boolean_field(False)
+    share: str = choice_field("none", PROJECTIONS)
+    latent: LatentSpec | None = spec_field(LatentSpec, None)
+    coupling: CouplingSpec | None = spec_field(CouplingSpec, None)
+    norm: str = choice_field("none", register.norm)
+    norm_eps: float = number_field(1e-6, above=0.0, at_most=1.0)
+    position: str = choice_field("rope", POSITIONS)
+    rope_base: float = number_field(10_000.0, above=1.0)
+    rope_fraction: float = number_field(1.0, above=0.0, at_most=1.0)
+    kv_rotation: str = choice_field("once", KV_ROTATIONS)
+    asymmetry_2d: bool = boolean_field(False)
+    asymmetry_free_scale: bool = boolean_field(False)
+    mix: str = choice_field("softmax", register.mix)
+    differential_gain: bool = boolean_field(True)
+    causal: bool = boolean_field(True)
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(

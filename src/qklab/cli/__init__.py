@@ -14,7 +14,7 @@ try:
 except ImportError:
     sys.exit("qklab: the command line needs the package tyro; install it with: pip install tyro")
 
-from qklab.schema import suggestion
+from qklab.schema import suggest_name
 
 COMMANDS = {  # the command NAME is the class NameCommand of qklab.cli.NAME
     "compare": "Which attention should I use on this text? Trains several and answers with numbers, intervals and "
@@ -45,7 +45,7 @@ def parse_command(words: Sequence[str]) -> Any:
     name = words[0]
     if name not in COMMANDS:
         raise ValueError(
-            f"there is no command {name!r}{suggestion(name, COMMANDS)}; the commands are {', '.join(COMMANDS)}."
+            f"there is no command {name!r}{suggest_name(name, COMMANDS)}; the commands are {', '.join(COMMANDS)}."
         )
     command = getattr(importlib.import_module(f"qklab.cli.{name}"), f"{name.capitalize()}Command")
     complete_words = getattr(command, "complete_words", list)

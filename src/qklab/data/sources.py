@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from qklab.data.reading import COMPRESSED, READERS, file_documents, file_kind, pieces
 from qklab.data.spec import DataError
-from qklab.schema import suggestion
+from qklab.schema import suggest_name
 
 SPLITS = ("train", "valid", "test")
 SPLIT_NAME = re.compile(r"(train(?:ing)?|val(?:id(?:ation)?)?|dev|test)(?![a-z])", re.IGNORECASE)
@@ -228,7 +228,7 @@ def source_path(name: str, data: Path | None) -> Path:
     where = (
         f", nor in {' or '.join(map(str, folders))}" if folders else "; --data or QKLAB_DATA names a folder of corpora"
     )
-    raise DataError(f"there is no source {name!r}{suggestion(name, known)}: no such file or folder here{where}.")
+    raise DataError(f"there is no source {name!r}{suggest_name(name, known)}: no such file or folder here{where}.")
 
 
 def find_source(name: str, data: Path | None = None) -> Source:

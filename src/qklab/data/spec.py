@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from qklab.schema import Spec, checked, suggestion, whole
+from qklab.schema import Spec, checked_field, integer_field, suggest_name
 
 TOKENIZERS = ("bytes", "bpe", "gpt2")
 
@@ -22,7 +22,7 @@ def source_name(value: Any) -> str:
 def tokenizer_name(value: Any) -> str:
     if isinstance(value, str) and (value in TOKENIZERS or (value.startswith("gpt2:") and len(value) > 5)):
         return value
-    raise ValueError(f"must be 'bytes', 'bpe', 'gpt2' or 'gpt2:FOLDER'{suggestion(value, TOKENIZERS)}")
+    raise ValueError(f"must be 'bytes', 'bpe', 'gpt2' or 'gpt2:FOLDER'{suggest_name(value, TOKENIZERS)}")
 
 
 def fraction(default: float, *, at_most: float = 0.5) -> Any:
@@ -34,7 +34,7 @@ def fraction(default: float, *, at_most: float = 0.5) -> Any:
             raise ValueError(f"must be a number from 0 to {at_most:g}")
         return float(value)
 
-    return checked(check, default)
+    return checked_field(check, default)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +45,9 @@ class DataSpec(Spec):
     the fraction `test`, chosen by a hash of each document's text. `limit_bytes` ends the training split there.
     """
 
-    source: str = checked(source_name, "stdlib")
-    tokenizer: str = checked(tokenizer_name, "bpe")
-    vocab: int = whole(4096, at_least=257, at_most=2**24)
+    source: str = checked_field(source_name, "stdlib")
+    tokenizer: str = checked_field(tokenizer_name, "bpe")
+    vocab: int = integer_field(4096, at_least=257, at_most=2**24)
     valid: float = fraction(0.04)
     test: float = fraction(0.02)
-    limit_bytes: int | None = whole(None, at_most=2**50)
+    limit_bytes: int | None = integer_field(None, at_most=2**50)

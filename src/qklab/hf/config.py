@@ -7,7 +7,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from qklab.attention.project import PROJECTIONS
 from qklab.model.spec import DecoderSpec
-from qklab.schema import shown, suggestion
+from qklab.schema import format_value, suggest_name
 
 # What Transformers' tools read, and what of the spec it is.
 DERIVED: dict[str, Callable[[DecoderSpec], Any]] = {
@@ -75,7 +75,7 @@ class QKLabConfig(PreTrainedConfig):
             given = self.__dict__.get(name)
             if given is not None and given != value(spec):
                 raise ValueError(
-                    f"{name}={shown(given)} came beside a spec in which it is {shown(value(spec))}; "
+                    f"{name}={format_value(given)} came beside a spec in which it is {format_value(value(spec))}; "
                     f"leave {name} out or change the spec."
                 )
         self.follow(spec)
@@ -112,14 +112,14 @@ class QKLabConfig(PreTrainedConfig):
             self.follow(self.decoder_spec.replace(**{CHANGED[key]: value}))
         elif value != self.__dict__[key]:
             raise ValueError(
-                f"{key} follows from the spec and is {shown(self.__dict__[key])} there, but {shown(value)} came; "
-                "make a QKLabConfig from another spec."
+                f"{key} follows from the spec and is {format_value(self.__dict__[key])} there, but "
+                f"{format_value(value)} came; make a QKLabConfig from another spec."
             )
 
 
 def checked_mapping(spec: Any) -> Mapping[str, Any]:
     if not isinstance(spec, Mapping):
-        raise ValueError(f"spec must be a DecoderSpec or its dict, but {shown(spec)} came.")
+        raise ValueError(f"spec must be a DecoderSpec or its dict, but {format_value(spec)} came.")
     return spec
 
 
@@ -146,5 +146,5 @@ def refuse_unknown(kind: type[QKLabConfig], keys: Mapping[str, Any]) -> None:
         if key in known or key in settings or key.startswith("_"):
             continue
         inside = key in DecoderSpec.__dataclass_fields__
-        hint = " (it belongs to spec)" if inside else suggestion(key, known)
-        raise ValueError(f"QKLabConfig has no field {shown(key)}{hint}.")
+        hint = " (it belongs to spec)" if inside else suggest_name(key, known)
+        raise ValueError(f"QKLabConfig has no field {format_value(key)}{hint}.")

@@ -16,7 +16,7 @@ from qklab.hf.local_tasks import PREFIX, TASKS, local_task
 from qklab.hf.scores import asked, rows
 from qklab.runs.directory import RunDirectory
 from qklab.runs.environment import commit, environment, installed
-from qklab.schema import suggestion
+from qklab.schema import suggest_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -128,7 +128,7 @@ def own_tasks(manager: Any, name: str) -> list[Any]:
     if name not in manager.all_tasks:
         known = [*manager.all_tasks, *(PREFIX + task for task in TASKS)]
         raise ValueError(
-            f"there is no task {name!r}{suggestion(name, known)}; lm-eval ls tasks lists the harness's{here}."
+            f"there is no task {name!r}{suggest_name(name, known)}; lm-eval ls tasks lists the harness's{here}."
         )
     try:
         loaded = manager.load([name])

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from qklab.attention.spec import AttentionSpec
 from qklab.model.spec import DecoderSpec
-from qklab.schema import SpecError, suggestion
+from qklab.schema import SpecError, suggest_name
 
 GPT2_VOCAB = 50_304  # GPT-2's 50,257 entries, rounded up to a multiple of 64
 
@@ -98,7 +98,7 @@ def recipe(name: str, **choices: Any) -> DecoderSpec:
     """The named size with these attention choices; `vocab`, `context`, `layers`, `mlp`, `mlp_ratio` and `tied` may be
     changed too."""
     if not isinstance(name, str) or name not in RECIPES:
-        raise ValueError(f"recipe must be one of {', '.join(RECIPES)}{suggestion(name, RECIPES)}, but {name!r} came.")
+        raise ValueError(f"recipe must be one of {', '.join(RECIPES)}{suggest_name(name, RECIPES)}, but {name!r} came.")
     if "width" in choices:
         raise SpecError(f"width is what the recipe {name} sets; build a DecoderSpec for another one.", "width")
     decoder = {key: choices.pop(key) for key in DECODER_CHOICES & choices.keys()}

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 import torch
 
 from qklab.attention.spec import AttentionSpec
-from qklab.schema import Rule, Spec, choice, flag, part, real, whole
+from qklab.schema import Rule, Spec, boolean_field, choice_field, integer_field, number_field, spec_field
 
 MLP_MATRICES = {"swiglu": 3, "gelu": 2}
 
@@ -19,18 +19,18 @@ class DecoderSpec(Spec):
     `dropout`, in training, the embeddings and what attention and MLP add to the residual stream.
     """
 
-    vocab: int = whole()
-    width: int = whole()
-    layers: int = whole(at_most=10_000)
-    attention: AttentionSpec = part(AttentionSpec)
-    mlp: Literal["swiglu", "gelu"] = choice("swiglu", MLP_MATRICES)
-    mlp_ratio: float = real(4.0, above=0.0, at_most=1024.0)
-    norm: Literal["rms", "layer"] = choice("rms", ("rms", "layer"))
-    norm_eps: float = real(1e-5, above=0.0, at_most=1.0)
-    bias: bool = flag(False)
-    tied: bool = flag(True)
-    context: int = whole(1024)
-    dropout: float = real(0.0, at_least=0.0, at_most=0.9)
+    vocab: int = integer_field()
+    width: int = integer_field()
+    layers: int = integer_field(at_most=10_000)
+    attention: AttentionSpec = spec_field(AttentionSpec)
+    mlp: Literal["swiglu", "gelu"] = choice_field("swiglu", MLP_MATRICES)
+    mlp_ratio: float = number_field(4.0, above=0.0, at_most=1024.0)
+    norm: Literal["rms", "layer"] = choice_field("rms", ("rms", "layer"))
+    norm_eps: float = number_field(1e-5, above=0.0, at_most=1.0)
+    bias: bool = boolean_field(False)
+    tied: bool = boolean_field(True)
+    context: int = integer_field(1024)
+    dropout: float = number_field(0.0, at_least=0.0, at_most=0.9)
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(

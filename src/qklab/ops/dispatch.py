@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from qklab.schema import suggestion
+from qklab.schema import suggest_name
 
 Impl = Literal["auto", "reference", "triton"]
 IMPLS: tuple[str, ...] = ("auto", "reference", "triton")
@@ -21,7 +21,7 @@ IMPLS: tuple[str, ...] = ("auto", "reference", "triton")
 def check_impl(impl: str) -> None:
     if impl not in IMPLS:
         known = ", ".join(map(repr, IMPLS))
-        raise ValueError(f"impl must be one of {known}{suggestion(impl, IMPLS)}, but {impl!r} came.")
+        raise ValueError(f"impl must be one of {known}{suggest_name(impl, IMPLS)}, but {impl!r} came.")
 
 
 def chosen(operation: str, impl: str, device: torch.device) -> Literal["reference", "triton"]:

@@ -14,7 +14,7 @@ from qklab.attention.couple import Linear
 from qklab.attention.layer import Attention
 from qklab.attention.mix import LatentSoftmax
 from qklab.attention.project import Latent, Projection
-from qklab.schema import shown, suggestion
+from qklab.schema import format_value, suggest_name
 
 Coupling = Literal["none", "linear", "nonlinear"]
 COUPLINGS: tuple[Coupling, ...] = get_args(Coupling)
@@ -62,7 +62,9 @@ class Rows:
                     f"{list(vector.shape)} came."
                 )
         if rows.min() < 0 or rows.max() >= outputs or len(rows.unique()) != rows.numel():
-            raise ValueError(f"rows must be different ones of the {outputs} the matrix has, but {shown(rows)} came.")
+            raise ValueError(
+                f"rows must be different ones of the {outputs} the matrix has, but {format_value(rows)} came."
+            )
 
     @classmethod
     def of(
@@ -81,11 +83,13 @@ class Rows:
         """
         weight = linear if isinstance(linear, Tensor) else getattr(linear, "weight", None)
         if not isinstance(weight, Tensor) or weight.dim() != 2:
-            raise ValueError(f"a linear layer or a matrix is needed to find rows in, but {shown(linear)} came.")
+            raise ValueError(f"a linear layer or a matrix is needed to find rows in, but {format_value(linear)} came.")
         axis = 1 if any(kind.__name__ == "Conv1D" for kind in type(linear).__mro__) else 0
         start, stop = among or (0, weight.shape[axis])
         if not isinstance(heads, int) or heads < 1 or (stop - start) % heads:
-            raise ValueError(f"heads must divide the {stop - start} rows of the matrix, but {shown(heads)} came.")
+            raise ValueError(
+                f"heads must divide the {stop - start} rows of the matrix, but {format_value(heads)} came."
+            )
         rows = torch.arange(start, stop).view(heads, -1)
         if within is not None:
             rows = rows[:, within[0] : within[1]]
@@ -159,7 +163,7 @@ def layer_roles(
     if coupling not in COUPLINGS:
         words = ", ".join(map(repr, COUPLINGS))
         raise ValueError(
-            f"coupling must be one of {words}{suggestion(coupling, COUPLINGS)}, but {shown(coupling)} came."
+            f"coupling must be one of {words}{suggest_name(coupling, COUPLINGS)}, but {format_value(coupling)} came."
         )
     k = rows(key, heads if kv_heads is None else kv_heads)
     parts = {"qk": k} if query is None or query is key else {"q": rows(query, heads), "k": k}
@@ -196,7 +200,9 @@ def plain(name: str) -> str:
 def as_roles(roles: Mapping[str, LayerRoles | Mapping[str, Any]]) -> Roles:
     """Roles as `attention_roles` gives them, from a mapping whose values may also be keywords of `layer_roles`."""
     if not isinstance(roles, Mapping) or not roles:
-        raise ValueError(f"roles must be a mapping from layer names to their query and key, but {shown(roles)} came.")
+        raise ValueError(
+            f"roles must be a mapping from layer names to their query and key, but {format_value(roles)} came."
+        )
     made: Roles = {}
     for name, layer in roles.items():
         try:
@@ -208,11 +214,11 @@ def as_roles(roles: Mapping[str, LayerRoles | Mapping[str, Any]]) -> Roles:
 
 def read_roles(layer: Any) -> LayerRoles:
     if not isinstance(layer, Mapping):
-        raise ValueError(f"they must be a mapping with query, key and heads, but {shown(layer)} came.")
+        raise ValueError(f"they must be a mapping with query, key and heads, but {format_value(layer)} came.")
     words = inspect.signature(layer_roles).parameters
     for name in layer:
         if name not in words:
-            raise ValueError(f"there is no {name!r}{suggestion(name, words)}; known are {', '.join(words)}.")
+            raise ValueError(f"there is no {name!r}{suggest_name(name, words)}; known are {', '.join(words)}.")
     for name in ("key", "heads"):
         if name not in layer:
             raise ValueError(f"{name!r} is missing.")

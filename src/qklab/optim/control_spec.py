@@ -7,7 +7,7 @@ from torch import nn
 
 from qklab.optim.attention_roles import attention_roles
 from qklab.optim.logit_control import LogitControl, Optimisers, QKClip
-from qklab.schema import Rule, Spec, choice, real
+from qklab.schema import Rule, Spec, choice_field, number_field
 
 METHODS = ("quack", "fixed", "qk-clip", "none")
 SCALED = ("quack", "fixed")  # the methods with a τ
@@ -21,10 +21,10 @@ class LogitControlSpec(Spec):
     `qk-clip` shrinks the weights of heads whose logits passed `threshold`. `tau` alone means quack.
     """
 
-    method: Literal["quack", "fixed", "qk-clip", "none"] = choice(None, METHODS)
-    tau: float = real(None, above=0.0)
-    norm: Literal["frobenius", "spectral"] = choice("frobenius", ("frobenius", "spectral"))
-    threshold: float = real(None, above=0.0)
+    method: Literal["quack", "fixed", "qk-clip", "none"] = choice_field(None, METHODS)
+    tau: float = number_field(None, above=0.0)
+    norm: Literal["frobenius", "spectral"] = choice_field("frobenius", ("frobenius", "spectral"))
+    threshold: float = number_field(None, above=0.0)
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(

@@ -14,7 +14,7 @@ from qklab.optim.quack import Table, clip_factors, learning_rate_factors
 from qklab.optim.rows import AllRows
 from qklab.optim.watch import Watch
 from qklab.optim.wrapper import Wrapper
-from qklab.schema import shown, suggestion
+from qklab.schema import format_value, suggest_name
 
 Norm = Literal["frobenius", "spectral"]
 Method = Literal["quack", "fixed", "none"]
@@ -105,7 +105,9 @@ class Control(Wrapper):
     def load_extra(self, state: dict[str, Any]) -> None:
         for name, value in self.settings().items():
             if state.get(name) != value:
-                raise ValueError(f"the state is of {name}={shown(state.get(name))}, but here {name}={shown(value)}.")
+                raise ValueError(
+                    f"the state is of {name}={format_value(state.get(name))}, but here {name}={format_value(value)}."
+                )
         own, theirs = self.tensors(), state["tensors"]
         for name in own.keys() | theirs.keys():
             if name not in own or name not in theirs or own[name].shape != theirs[name].shape:
@@ -316,12 +318,12 @@ def not_clippable(layer: LayerRoles) -> str | None:
 def positive(name: str, value: Any) -> float:
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     if not (math.isfinite(number) and number > 0):
-        raise ValueError(f"{name} must be a finite number above 0, but {shown(value)} came.")
+        raise ValueError(f"{name} must be a finite number above 0, but {format_value(value)} came.")
     return float(number)
 
 
 def one_of(name: str, value: Any, among: tuple[str, ...]) -> Any:
     if value not in among:
         words = ", ".join(map(repr, among))
-        raise ValueError(f"{name} must be one of {words}{suggestion(value, among)}, but {shown(value)} came.")
+        raise ValueError(f"{name} must be one of {words}{suggest_name(value, among)}, but {format_value(value)} came.")
     return value

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from qklab.optim.control_spec import LogitControlSpec
 from qklab.optim.roles import Role, role
-from qklab.schema import Spec, choice, real
+from qklab.schema import Spec, choice_field, number_field
 
 DECAYED: frozenset[Role] = frozenset({"embedding", "head", "matrix", "coupling"})
 
@@ -22,14 +22,14 @@ class OptimiserSpec(Spec):
     is decoupled and spares vectors. `clip` bounds the global gradient norm; 0 leaves gradients alone.
     """
 
-    kind: Literal["adamw", "muon"] = choice("adamw", ("adamw", "muon"))
-    lr: float = real(3e-3, above=0.0)
-    beta1: float = real(0.9, at_least=0.0, at_most=0.9999)
-    beta2: float = real(0.95, at_least=0.0, at_most=0.999999)
-    eps: float = real(1e-8, above=0.0)
-    weight_decay: float = real(0.1, at_least=0.0)
-    momentum: float = real(0.95, at_least=0.0, at_most=0.9999)
-    clip: float = real(1.0, at_least=0.0)
+    kind: Literal["adamw", "muon"] = choice_field("adamw", ("adamw", "muon"))
+    lr: float = number_field(3e-3, above=0.0)
+    beta1: float = number_field(0.9, at_least=0.0, at_most=0.9999)
+    beta2: float = number_field(0.95, at_least=0.0, at_most=0.999999)
+    eps: float = number_field(1e-8, above=0.0)
+    weight_decay: float = number_field(0.1, at_least=0.0)
+    momentum: float = number_field(0.95, at_least=0.0, at_most=0.9999)
+    clip: float = number_field(1.0, at_least=0.0)
 
 
 class Optimiser:

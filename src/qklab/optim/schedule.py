@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from qklab.schema import Rule, Spec, choice, real
+from qklab.schema import Rule, Spec, choice_field, number_field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,10 +16,10 @@ class ScheduleSpec(Spec):
     `constant`: 1.
     """
 
-    kind: Literal["cosine", "wsd", "constant"] = choice("cosine", ("cosine", "wsd", "constant"))
-    warmup: float = real(0.05, at_least=0.0, at_most=1.0)
-    decay: float = real(0.2, at_least=0.0, at_most=1.0)
-    final: float = real(0.1, at_least=0.0, at_most=1.0)
+    kind: Literal["cosine", "wsd", "constant"] = choice_field("cosine", ("cosine", "wsd", "constant"))
+    warmup: float = number_field(0.05, at_least=0.0, at_most=1.0)
+    decay: float = number_field(0.2, at_least=0.0, at_most=1.0)
+    final: float = number_field(0.1, at_least=0.0, at_most=1.0)
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(

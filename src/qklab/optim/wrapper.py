@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qklab.schema import shown
+from qklab.schema import format_value
 
 
 class Wrapper(torch.optim.Optimizer):
@@ -20,7 +20,9 @@ class Wrapper(torch.optim.Optimizer):
         listed = [bases] if isinstance(bases, torch.optim.Optimizer) else bases
         self.bases: list[torch.optim.Optimizer] = list(listed) if isinstance(listed, Iterable) else []
         if not self.bases or not all(isinstance(base, torch.optim.Optimizer) for base in self.bases):
-            raise ValueError(f"{type(self).__name__} wraps a torch optimiser or several, but {shown(bases)} came.")
+            raise ValueError(
+                f"{type(self).__name__} wraps a torch optimiser or several, but {format_value(bases)} came."
+            )
         self.defaults = self.bases[0].defaults
         # Optimizer.__init__ would make param_groups and state of its own
         self._optimizer_step_pre_hooks = OrderedDict()

@@ -11,7 +11,7 @@ import torch
 from qklab.data.sources import find_source
 from qklab.model.decoder import Decoder
 from qklab.model.recipes import recipe
-from qklab.schema import suggestion
+from qklab.schema import suggest_name
 from qklab.study.execute import Slots
 from qklab.study.plan import tuning
 from qklab.study.results import result_of
@@ -75,7 +75,7 @@ def arms_of(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """The named arms, the baseline first."""
     for name in names:
         if name not in ARMS:
-            raise StudyError(f"there is no arm {name!r}{suggestion(name, ARMS)}; there are {', '.join(ARMS)}.")
+            raise StudyError(f"there is no arm {name!r}{suggest_name(name, ARMS)}; there are {', '.join(ARMS)}.")
     if not set(names) - {BASELINE}:
         raise StudyError(f"a comparison needs an arm besides {BASELINE}; there are {', '.join(ARMS)}.")
     return {name: ARMS[name] for name in dict.fromkeys([BASELINE, *names])}
@@ -112,7 +112,7 @@ def planned(
     if not 0 < minutes < 1e6:
         raise StudyError(f"minutes must be a number above 0, but {minutes:g} came.")
     if size is not None and size not in SIZES:
-        raise StudyError(f"size must be one of {', '.join(SIZES)}{suggestion(size, SIZES)}, but {size!r} came.")
+        raise StudyError(f"size must be one of {', '.join(SIZES)}{suggest_name(size, SIZES)}, but {size!r} came.")
     arms_of(arms)
     for text in texts:
         find_source(text, data)  # a name that is none is told before anything is measured

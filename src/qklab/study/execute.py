@@ -24,7 +24,7 @@ from qklab.data.sources import source_path
 from qklab.data.spec import DataSpec
 from qklab.runs.directory import RunDirectory, RunError
 from qklab.runs.files import reason, write_json
-from qklab.schema import shown
+from qklab.schema import format_value
 from qklab.study.metrics import find_metric
 from qklab.study.mirror import Mirror
 from qklab.study.plan import Planned, confirming, tuning
@@ -475,13 +475,13 @@ def refused_files() -> Iterator[None]:
 def difference(before: Any, now: Any, name: str = "") -> str | None:
     """The first setting that differs, and how: "with arms.x.z_loss=0, but 1 came"; None if there is none."""
     if not (isinstance(before, dict) and isinstance(now, dict)):
-        return None if before == now else f"with {name}={shown(before)}, but {shown(now)} came"
+        return None if before == now else f"with {name}={format_value(before)}, but {format_value(now)} came"
     for key in sorted(before.keys() | now.keys()):
         path = f"{name}.{key}" if name else key
         if key not in now:
-            return f"with {path}={shown(before[key])}, which is now left out"
+            return f"with {path}={format_value(before[key])}, which is now left out"
         if key not in before:
-            return f"without {path}, but {shown(now[key])} came"
+            return f"without {path}, but {format_value(now[key])} came"
         if (found := difference(before[key], now[key], path)) is not None:
             return found
     return None

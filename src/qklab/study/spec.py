@@ -11,7 +11,18 @@ from typing import Any, ClassVar, Literal
 
 from qklab import register
 from qklab.runs.directory import RunError
-from qklab.schema import Rule, Spec, SpecError, checked, choice, real, shown, suggestion, text, whole
+from qklab.schema import (
+    Rule,
+    Spec,
+    SpecError,
+    checked_field,
+    choice_field,
+    format_value,
+    integer_field,
+    number_field,
+    suggest_name,
+    text_field,
+)
 from qklab.study.metrics import find_metric, list_metrics
 from qklab.train.spec import RunSpec, merged, read_toml, resolve
 
@@ -30,10 +41,10 @@ def arms_table(value: Any) -> Any:
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise ValueError(
                 "must have names of at most 60 letters, digits, spaces and . _ = + -, a letter or digit first, and "
-                f"{shown(name)} is none"
+                f"{format_value(name)} is none"
             )
         if not isinstance(changes, Mapping):
-            raise ValueError(f"must be a table of settings for each arm, and {name!r} is {shown(changes)}")
+            raise ValueError(f"must be a table of settings for each arm, and {name!r} is {format_value(changes)}")
     if len({name.casefold() for name in value}) < len(value):
         raise ValueError("must have names that differ in more than capitals, since some file systems see no difference")
     return {name: dict(changes) for name, changes in value.items()}
@@ -84,25 +95,25 @@ class StudySpec(Spec):
         margin: A difference of the metric that does not matter to you.
     """
 
-    name: str = text("study")
-    baseline: str = text()
-    arms: dict[str, dict[str, Any]] = checked(arms_table)
-    base: dict[str, Any] = checked(settings_table, None)
-    corpora: list[str] = checked(corpora_list, ("stdlib",))
-    lrs: list[float] = checked(learning_rates, (3e-3,))
-    seeds: int = whole(3, at_most=1000)
-    tuning_seeds: int = whole(1, at_most=1000)
-    match: Literal["tokens", "seconds", "flops", "parameters"] = choice("tokens", MATCHES)
-    metric: str = choice("loss", register.metric)
-    alpha: float = real(0.05, above=0.0, at_most=0.5)
-    looks: int = whole(1, at_most=100)
-    margin: float = real(0.01, above=0.0)
+    name: str = text_field("study")
+    baseline: str = text_field()
+    arms: dict[str, dict[str, Any]] = checked_field(arms_table)
+    base: dict[str, Any] = checked_field(settings_table, None)
+    corpora: list[str] = checked_field(corpora_list, ("stdlib",))
+    lrs: list[float] = checked_field(learning_rates, (3e-3,))
+    seeds: int = integer_field(3, at_most=1000)
+    tuning_seeds: int = integer_field(1, at_most=1000)
+    match: Literal["tokens", "seconds", "flops", "parameters"] = choice_field("tokens", MATCHES)
+    metric: str = choice_field("loss", register.metric)
+    alpha: float = number_field(0.05, above=0.0, at_most=0.5)
+    looks: int = integer_field(1, at_most=100)
+    margin: float = number_field(0.01, above=0.0)
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             "baseline",
             lambda s: s.baseline not in s.arms,
-            lambda s: f"there is no such arm{suggestion(s.baseline, s.arms)}; the arms are {', '.join(s.arms)}",
+            lambda s: f"there is no such arm{suggest_name(s.baseline, s.arms)}; the arms are {', '.join(s.arms)}",
             lambda s: {"baseline": next(iter(s.arms))},
         ),
         Rule(
@@ -178,7 +189,7 @@ def refuse_settings_of_study(where: str, table: Mapping[str, Any]) -> None:
     """Raise for settings in the base or an arm that the study itself makes, and for tables that are none."""
     for name in ("model", "attention", "corpus", "optimiser"):
         if name in table and not isinstance(table[name], Mapping):
-            raise SpecError(f"{where}: {name} must be a table of settings, but {shown(table[name])} came.", name)
+            raise SpecError(f"{where}: {name} must be a table of settings, but {format_value(table[name])} came.", name)
     for name, word, instead in (("corpus", "source", "corpora"), ("optimiser", "lr", "lrs")):
         if word in table.get(name, {}):
             raise SpecError(f"{where}: {name}.{word} is set by the study; write it in {instead}.", name)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-from qklab.schema import shown
+from qklab.schema import format_value
 from qklab.study.metrics import Metric, find_metric
 
 K = TypeVar("K")
@@ -45,7 +45,7 @@ def number(value: Any) -> float:
     try:
         return math.nan if value is None else float(value)
     except (TypeError, ValueError):
-        raise ValueError(f"A value of a run must be a number, but {shown(value)} came.") from None
+        raise ValueError(f"A value of a run must be a number, but {format_value(value)} came.") from None
 
 
 def matched(arm: Values, baseline: Values) -> tuple[list[Any], Array, Array]:

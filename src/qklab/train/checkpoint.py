@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from qklab.schema import shown
+from qklab.schema import format_value
 from qklab.train import accord, shards, tensorfile
 from qklab.train.shelf import Draft, Shelf
 from qklab.train.store import CheckpointError, Found
@@ -118,12 +118,16 @@ class Checkpoints:
         """Refuses now what could not be written or told apart later."""
         step, state = snapshot.step, snapshot.state
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise CheckpointError(f"a checkpoint's step is a whole number ≥ 0, but {shown(step)} came.")
+            raise CheckpointError(f"a checkpoint's step is a whole number ≥ 0, but {format_value(step)} came.")
         if state.get("step", step) != step:
-            raise CheckpointError(f"a checkpoint of step {step} came with the state of step {shown(state['step'])}.")
+            raise CheckpointError(
+                f"a checkpoint of step {step} came with the state of step {format_value(state['step'])}."
+            )
         for name in snapshot.tensors:
             if not re.fullmatch(r"\w+\..+", name):
-                raise CheckpointError(f"tensors are named 'model.…', 'optimiser.…' and so on, but {shown(name)} came.")
+                raise CheckpointError(
+                    f"tensors are named 'model.…', 'optimiser.…' and so on, but {format_value(name)} came."
+                )
         try:
             text = json.dumps({**state, "step": step}, indent=1).encode()
             kinds = {name: tensorfile.kind(name, tensor) for name, tensor in snapshot.tensors.items()}

@@ -4,13 +4,13 @@ from typing import Any
 
 from qklab.data.shards import Corpus
 from qklab.runs.directory import RunDirectory, RunError
-from qklab.schema import shown
+from qklab.schema import format_value
 from qklab.train.spec import RunSpec
 
 
 def other_setting(directory: RunDirectory, name: str, old: Any, new: Any) -> str:
     return (
-        f"{directory.path} holds a run with {name}={shown(old)}, but {shown(new)} came; "
+        f"{directory.path} holds a run with {name}={format_value(old)}, but {format_value(new)} came; "
         "choose another folder with --out, or leave the setting out to continue this one."
     )
 

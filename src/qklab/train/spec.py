@@ -19,7 +19,18 @@ from qklab.optim.optimiser import OptimiserSpec
 from qklab.optim.schedule import ScheduleSpec
 from qklab.runs.directory import RunError
 from qklab.runs.sinks import SINKS
-from qklab.schema import Rule, Spec, SpecError, checked, choice, part, real, shown, suggestion, whole
+from qklab.schema import (
+    Rule,
+    Spec,
+    SpecError,
+    checked_field,
+    choice_field,
+    format_value,
+    integer_field,
+    number_field,
+    spec_field,
+    suggest_name,
+)
 
 DEFAULT_TOKENS = 4_000_000
 Made = TypeVar("Made")
@@ -32,17 +43,17 @@ class BatchSpec(Spec):
     `packed` keeps documents that share a window apart; `contiguous` lets attention cross from one to the next.
     """
 
-    sequences: int = whole(32)
-    packing: Literal["packed", "contiguous"] = choice("packed", PACKINGS)
+    sequences: int = integer_field(32)
+    packing: Literal["packed", "contiguous"] = choice_field("packed", PACKINGS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetSpec(Spec):
     """How long to train: `tokens`, `seconds` of training steps, or `flops` (training FLOPs of the matrix products)."""
 
-    tokens: int = whole(None, at_most=2**62)
-    seconds: float = real(None, above=0.0)
-    flops: float = real(None, above=0.0)
+    tokens: int = integer_field(None, at_most=2**62)
+    seconds: float = number_field(None, above=0.0)
+    flops: float = number_field(None, above=0.0)
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -63,17 +74,17 @@ class EvaluationSpec(Spec):
     whole of validation and test. Probes `probes` times, by default once every 80 steps but at most 10 times, which
     keeps their cost under 2 %; on `probe_rows` validation windows cut to `probe_tokens`."""
 
-    times: int = whole(10, at_least=0)
-    tokens: int = whole(16_384)
-    probes: int | None = whole(None, at_least=0)
-    probe_rows: int = whole(2)
-    probe_tokens: int = whole(256)
+    times: int = integer_field(10, at_least=0)
+    tokens: int = integer_field(16_384)
+    probes: int | None = integer_field(None, at_least=0)
+    probe_rows: int = integer_field(2)
+    probe_tokens: int = integer_field(256)
 
 
 def sink_names(value: Any) -> Any:
     for name in [] if value is None else value.split(",") if isinstance(value, str) else [value]:
         if not isinstance(name, str) or name.strip() not in SINKS:
-            raise ValueError(f"must be names among {', '.join(SINKS)}, separated by commas{suggestion(name, SINKS)}")
+            raise ValueError(f"must be names among {', '.join(SINKS)}, separated by commas{suggest_name(name, SINKS)}")
     return value
 
 
@@ -88,34 +99,34 @@ class ExecutionSpec(Spec):
     evaluation that is the best so far, and at the end; the last `keep` and the best stay.
     """
 
-    device: Literal["auto", "cpu", "cuda"] = choice("auto", ("auto", "cpu", "cuda"))
-    compile: Literal["auto", "yes", "no"] = choice("auto", ("auto", "yes", "no"))
-    rows: int = whole(None)
-    recompute: Recompute = choice("none", RECOMPUTE)
-    parallel: Literal["ddp", "fsdp"] = choice("ddp", ("ddp", "fsdp"))
-    threads: int = whole(None)
-    checkpoint_minutes: float = real(5.0, above=0.0)
-    checkpoint_steps: int = whole(None)
-    keep: int = whole(2)
-    sinks: str = checked(sink_names, None)
+    device: Literal["auto", "cpu", "cuda"] = choice_field("auto", ("auto", "cpu", "cuda"))
+    compile: Literal["auto", "yes", "no"] = choice_field("auto", ("auto", "yes", "no"))
+    rows: int = integer_field(None)
+    recompute: Recompute = choice_field("none", RECOMPUTE)
+    parallel: Literal["ddp", "fsdp"] = choice_field("ddp", ("ddp", "fsdp"))
+    threads: int = integer_field(None)
+    checkpoint_minutes: float = number_field(5.0, above=0.0)
+    checkpoint_steps: int = integer_field(None)
+    keep: int = integer_field(2)
+    sinks: str = checked_field(sink_names, None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec(Spec):
     """One training run. Two runs with the same spec, corpus and software compute the same."""
 
-    seed: int = whole(0, at_least=0)
-    model: DecoderSpec = part(DecoderSpec)
-    corpus: DataSpec = part(DataSpec, DataSpec())
-    batch: BatchSpec = part(BatchSpec, BatchSpec())
-    optimiser: OptimiserSpec = part(OptimiserSpec, OptimiserSpec())
-    logit_control: LogitControlSpec = part(LogitControlSpec, LogitControlSpec())
-    schedule: ScheduleSpec = part(ScheduleSpec, ScheduleSpec())
-    budget: BudgetSpec = part(BudgetSpec, BudgetSpec())
-    evaluation: EvaluationSpec = part(EvaluationSpec, EvaluationSpec())
-    precision: Literal["auto", "fp32", "bf16"] = choice("auto", ("auto", "fp32", "bf16"))
-    z_loss: float = real(0.0, at_least=0.0)
-    max_skips: int = whole(10, at_least=0)
+    seed: int = integer_field(0, at_least=0)
+    model: DecoderSpec = spec_field(DecoderSpec)
+    corpus: DataSpec = spec_field(DataSpec, DataSpec())
+    batch: BatchSpec = spec_field(BatchSpec, BatchSpec())
+    optimiser: OptimiserSpec = spec_field(OptimiserSpec, OptimiserSpec())
+    logit_control: LogitControlSpec = spec_field(LogitControlSpec, LogitControlSpec())
+    schedule: ScheduleSpec = spec_field(ScheduleSpec, ScheduleSpec())
+    budget: BudgetSpec = spec_field(BudgetSpec, BudgetSpec())
+    evaluation: EvaluationSpec = spec_field(EvaluationSpec, EvaluationSpec())
+    precision: Literal["auto", "fp32", "bf16"] = choice_field("auto", ("auto", "fp32", "bf16"))
+    z_loss: float = number_field(0.0, at_least=0.0)
+    max_skips: int = integer_field(10, at_least=0)
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -232,8 +243,8 @@ def adopted(corpus: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in corpus.items():
         if name in own and own[name] != value and not (name == "vocab" and own["tokenizer"] != "bpe"):
             raise SpecError(
-                f"{source} was prepared with {name}={shown(own[name])}, but {shown(value)} came; leave the setting out "
-                "or prepare another.",
+                f"{source} was prepared with {name}={format_value(own[name])}, but {format_value(value)} came; leave "
+                "the setting out or prepare another.",
                 name,
             )
     return own | {"source": source}
@@ -242,7 +253,7 @@ def adopted(corpus: Mapping[str, Any]) -> dict[str, Any]:
 def table(values: dict[str, Any], name: str) -> Mapping[str, Any]:
     found = values.pop(name, {})
     if not isinstance(found, Mapping):
-        raise SpecError(f"{name} must be a table of settings, but {shown(found)} came.", name)
+        raise SpecError(f"{name} must be a table of settings, but {format_value(found)} came.", name)
     return found
 
 

@@ -14,7 +14,7 @@ from qklab.attention.spec import CouplingSpec
 from qklab.hf.convert.attention import ConvertedAttention, check_backend
 from qklab.hf.convert.families import Family
 from qklab.hf.convert.record import MERGES, TRAINABLE, Conversion, conversion_of
-from qklab.schema import suggestion
+from qklab.schema import suggest_name
 
 GROWING_ROPE = ("dynamic", "longrope")
 
@@ -25,7 +25,7 @@ def coupling_of(given: CouplingSpec | str | Mapping[str, Any] | None) -> Couplin
     if isinstance(given, Mapping):
         return CouplingSpec.from_dict({"init": "identity", **given})
     if given not in register.coupling:
-        known, close = ", ".join(map(repr, register.coupling)), suggestion(given, register.coupling)
+        known, close = ", ".join(map(repr, register.coupling)), suggest_name(given, register.coupling)
         raise ValueError(f"coupling must be a CouplingSpec or one of {known}{close}, but {given!r} came.")
     return CouplingSpec(kind=given, init="identity")
 

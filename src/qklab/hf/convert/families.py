@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from qklab.schema import suggestion
+from qklab.schema import suggest_name
 
 
 @dataclass
@@ -295,6 +295,6 @@ def family_of(model: object) -> Family:
         )
     kind = getattr(model.config, "model_type", None)
     if kind not in FAMILIES:
-        hint = suggestion(kind, FAMILIES)
+        hint = suggest_name(kind, FAMILIES)
         raise ValueError(f"models of type {kind!r} cannot be converted{hint}; the families known here are {known}.")
     return FAMILIES[kind]

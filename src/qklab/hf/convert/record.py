@@ -7,7 +7,17 @@ from typing import Any, ClassVar, Literal
 
 from qklab.attention.spec import AttentionSpec, CouplingSpec
 from qklab.hf.convert.families import FAMILIES, Family
-from qklab.schema import MISSING, Rule, Spec, choice, flag, part, real, text, whole
+from qklab.schema import (
+    MISSING,
+    Rule,
+    Spec,
+    boolean_field,
+    choice_field,
+    integer_field,
+    number_field,
+    spec_field,
+    text_field,
+)
 
 MERGES = ("least-squares", "mean")
 TRAINABLE = ("coupling", "inserted")
@@ -29,15 +39,15 @@ class Conversion(Spec):
         output_bias: Whether the output projection was given a bias (the constant part of the values).
     """
 
-    family: str = choice(MISSING, FAMILIES)
-    model: str | None = text(None)
-    coupling: CouplingSpec | None = part(CouplingSpec, None)
-    share: Literal["k=v"] | None = choice(None, ("k=v",))
-    norm: Literal["qk-norm"] | None = choice(None, ("qk-norm",))
-    norm_eps: float = real(1e-6, above=0.0, at_most=1.0)
-    kv_heads: int | None = whole(None)
-    merge: Literal["least-squares", "mean"] | None = choice(None, MERGES)
-    output_bias: bool = flag(False)
+    family: str = choice_field(MISSING, FAMILIES)
+    model: str | None = text_field(None)
+    coupling: CouplingSpec | None = spec_field(CouplingSpec, None)
+    share: Literal["k=v"] | None = choice_field(None, ("k=v",))
+    norm: Literal["qk-norm"] | None = choice_field(None, ("qk-norm",))
+    norm_eps: float = number_field(1e-6, above=0.0, at_most=1.0)
+    kv_heads: int | None = integer_field(None)
+    merge: Literal["least-squares", "mean"] | None = choice_field(None, MERGES)
+    output_bias: bool = boolean_field(False)
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from qklab.ops.coupling import reference
 from qklab.ops.dispatch import Impl, announced, check_impl, chosen
-from qklab.schema import suggestion
+from qklab.schema import suggest_name
 
 KINDS = ("euler", "symplectic-euler", "leapfrog", "affine", "uncoupled", "linear")
 WIDEST = 128  # head of the kernel
@@ -151,7 +151,7 @@ def check(
 ) -> None:
     if kind not in KINDS:
         known = ", ".join(KINDS)
-        raise ValueError(f"kind must be one of {known}{suggestion(kind, KINDS)}, but {kind!r} came.")
+        raise ValueError(f"kind must be one of {known}{suggest_name(kind, KINDS)}, but {kind!r} came.")
     if q.dim() != 4 or k.dim() != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
         raise ValueError(
             "q must have shape [batch, tokens, heads, width] and k [batch, tokens, groups, width], "

@@ -12,7 +12,7 @@ from torch import Tensor
 from qklab.ops.decode import reference, sdpa
 from qklab.ops.dispatch import why_no_triton
 from qklab.ops.rope import Angles
-from qklab.schema import suggestion
+from qklab.schema import suggest_name
 
 Impl = Literal["auto", "reference", "sdpa", "triton"]
 IMPLS: tuple[str, ...] = ("auto", "reference", "sdpa", "triton")
@@ -110,7 +110,7 @@ def check(
     """Raise where the arguments do not fit together."""
     if impl not in IMPLS:
         known = ", ".join(map(repr, IMPLS))
-        raise ValueError(f"impl must be one of {known}{suggestion(impl, IMPLS)}, but {impl!r} came.")
+        raise ValueError(f"impl must be one of {known}{suggest_name(impl, IMPLS)}, but {impl!r} came.")
     fits = q.dim() == k.dim() == 4 and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
     if not fits or k.shape[2] == 0 or q.shape[2] % k.shape[2]:
         raise ValueError(

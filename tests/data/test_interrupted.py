@@ -73,7 +73,7 @@ def test_killed_at_any_rename_it_goes_on_and_ends_bit_equal(
     assert kills >= 15
     for _ in range(100):  # and killed again and again, at the rename that makes one more shard count
         with monkeypatch.context() as patch:
-            patch.setattr(os, "replace", fail_at(4, replace, Killed(), after=True))
+            patch.setattr(os, "replace", fail_at(8, replace, Killed(), after=True))
             try:
                 prepare(spec_of(folder), out=out)
                 break
@@ -104,7 +104,7 @@ def test_an_unfinished_shard_that_was_damaged_is_made_again(
             prepare(spec_of(folder), out=tmp_path / "out")
     shard = tmp_path / "out" / "train-00000.bin"
     shard.write_bytes(shard.read_bytes()[:-2] + b"zz")
-    (tmp_path / "out" / "train-00001.bin.1.part").write_bytes(b"half-writ")
+    (tmp_path / "out" / ".train-00001.bin.1.tmp").write_bytes(b"half-writ")
     assert contents(prepare(spec_of(folder), out=tmp_path / "out").folder) == whole
 
 
@@ -151,7 +151,7 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(
             patch.setattr(os, "fsync", fail_at(number, fsync, full, after=False))
             with pytest.raises(DataError, match="cannot be written: No space left on device; finished shards are kept"):
                 prepare(spec_of(folder), out=tmp_path / str(number))
-        assert not list((tmp_path / str(number)).glob("*.bin.*.part"))
+        assert not list((tmp_path / str(number)).glob(".*.tmp"))
         assert contents(prepare(spec_of(folder), out=tmp_path / str(number)).folder) == whole
 
 

@@ -104,7 +104,7 @@ def test_directories_that_are_none(tmp_path: Path) -> None:
         RunDirectory(tmp_path).read()
     file = tmp_path / "file"
     file.touch()
-    with pytest.raises(RunError, match=r"cannot be written: not a directory; choose another with --out"):
+    with pytest.raises(RunError, match=r"cannot be written: not a directory; choose another --out"):
         RunDirectory(file / "run").locked()
 
 

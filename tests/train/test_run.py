@@ -406,4 +406,4 @@ def refused_for_nobody(spec: RunSpec, execution: ExecutionSpec, folder: Path) ->
     try:
         train(spec, folder, execution)
     except RunError as error:
-        os._exit(42 if "cannot be written: permission denied; choose another with --out" in str(error) else 1)
+        os._exit(42 if "cannot be written: permission denied; choose another --out" in str(error) else 1)

@@ -13,7 +13,8 @@ from qklab.data.sources import SPLITS, Source, data_folders
 from qklab.data.spec import DataError, DataSpec
 from qklab.data.tokenizer import GPT2_FILES, Tokenizer
 from qklab.data.workers import trained_definition
-from qklab.data.writing import UNFINISHED, write_file
+from qklab.data.writing import UNFINISHED
+from qklab.runs.files import replace_file, write_bytes, write_json
 
 
 def comparable(spec: dict[str, Any]) -> dict[str, Any]:
@@ -55,7 +56,7 @@ def planned(folder: Path, spec: DataSpec, source: Source, data: Path | None, rep
         for record in path.parent.glob("*-*.json"):
             record.unlink()  # of shards whose plan is lost
         plan = scanned(folder, spec, source, data, report)
-        write_file(path, json.dumps({**plan, "files": listing, "spec": spec.to_dict()}).encode())
+        write_json(path, {**plan, "files": listing, "spec": spec.to_dict()})
     elif comparable(plan["spec"]) != comparable(spec.to_dict()):
         raise DataError(f"{folder} holds an unfinished corpus of another spec; choose another folder or delete it.")
     elif plan["files"] != listing:
@@ -70,7 +71,7 @@ def scanned(folder: Path, spec: DataSpec, source: Source, data: Path | None, rep
         ready_tokenizer(spec, data).save(folder / UNFINISHED / TOKENIZER)  # before hours of reading, if it is missing
     with contextlib.ExitStack() as files:
         paths = {split: folder / UNFINISHED / f"{split}.digests" for split in SPLITS}
-        digests = {split: files.enter_context(path.open("wb")) for split, path in paths.items()}
+        digests = {split: files.enter_context(replace_file(path)) for split, path in paths.items()}
         for document in selected(source, spec, dropped):
             tally.add(document)
             digests[document.split].write(document.digest[:8])
@@ -81,7 +82,7 @@ def scanned(folder: Path, spec: DataSpec, source: Source, data: Path | None, rep
     if spec.tokenizer == "bpe":
         report.say(f"training a BPE of {spec.vocab} tokens on {sample.bytes / 1e6:.1f} MB")
         Tokenizer(trained_definition(sample.batches(), spec.vocab)).save(folder / UNFINISHED / TOKENIZER)
-    write_file(folder / TOKENIZER, (folder / UNFINISHED / TOKENIZER).read_bytes())
+    write_bytes(folder / TOKENIZER, (folder / UNFINISHED / TOKENIZER).read_bytes())
     tokenizer = Tokenizer.load(folder / TOKENIZER)
     splits = {
         split: {

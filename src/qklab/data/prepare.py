@@ -5,9 +5,7 @@ Killed at any moment and run again, it goes on after the last finished shard and
 
 import contextlib
 import errno
-import fcntl
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -24,8 +22,10 @@ from qklab.data.shards import FORMAT, MANIFEST, TOKENIZER, Corpus, manifest_hash
 from qklab.data.sources import SPLITS, Source, find_source, source_path
 from qklab.data.spec import DataError, DataSpec
 from qklab.data.tokenizer import Tokenizer, canonical
-from qklab.data.workers import Workers, processors
-from qklab.data.writing import UNFINISHED, ShardWriter, write_file
+from qklab.data.workers import Workers
+from qklab.data.writing import UNFINISHED, ShardWriter
+from qklab.runs.environment import count_cores
+from qklab.runs.files import lock_file, remove_temporaries, write_json
 
 BATCH_BYTES = 2**19
 FEW_BYTES = 2**21  # below this, starting processes takes longer than tokenising
@@ -64,7 +64,7 @@ def prepare(
             with alone(folder, report):
                 if (folder / MANIFEST).exists():
                     return finished(folder, spec, source, report)
-                build(folder, spec, source, data, workers or processors(), report)
+                build(folder, spec, source, data, workers or count_cores(), report)
                 shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
         except OSError as error:
             raise DataError(
@@ -89,21 +89,25 @@ def alone(folder: Path, report: Progress) -> Iterator[None]:
     path, told = folder / UNFINISHED / "lock", False
     while True:
         path.parent.mkdir(exist_ok=True)
-        with path.open("ab") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if not told:
-                    report.say(f"another process is preparing {folder}; waiting for it.")
-                    told = True
-                time.sleep(0.1)
-                continue
-            except OSError as error:
-                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-                    raise
-            if path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino:  # else its holder has finished
+        try:
+            lock = lock_file(path)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                raise
+            yield  # a file system without locks
+            return
+        if lock is None:
+            if not told:
+                report.say(f"another process is preparing {folder}; waiting for it.")
+                told = True
+            time.sleep(0.1)
+            continue
+        try:
+            if path.exists() and path.stat().st_ino == os.fstat(lock).st_ino:  # else its holder has finished
                 yield
                 return
+        finally:
+            os.close(lock)
 
 
 def finished(folder: Path, spec: DataSpec, source: Source, report: Progress) -> Corpus:
@@ -124,8 +128,8 @@ def finished(folder: Path, spec: DataSpec, source: Source, report: Progress) -> 
 
 
 def build(folder: Path, spec: DataSpec, source: Source, data: Path | None, workers: int, report: Progress) -> None:
-    for part in folder.glob("*.part"):
-        part.unlink()  # half-written when an earlier attempt was killed
+    for left in (folder, folder / UNFINISHED):
+        remove_temporaries(left)
     plan = planned(folder, spec, source, data, report)
     tokenizer = Tokenizer.load(folder / TOKENIZER)
     writers = {split: ShardWriter(folder, split, tokenizer.dtype, tokenizer.eot) for split in SPLITS}
@@ -193,4 +197,4 @@ def write_manifest(
         "source": source,
         "spec": spec.to_dict(),
     }
-    write_file(folder / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False).encode() + b"\n")
+    write_json(folder / MANIFEST, manifest)

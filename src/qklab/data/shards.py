@@ -16,15 +16,11 @@ import numpy as np
 from qklab.data.sources import SPLITS
 from qklab.data.spec import DataError
 from qklab.data.tokenizer import Tokenizer, canonical
+from qklab.runs.files import hash_file
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
-
-
-def file_hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class Split:
@@ -141,7 +137,7 @@ class Corpus:
             for record in [*split.record["shards"], split.record["starts"]]:
                 path = self.folder / record["file"]
                 try:
-                    actual = file_hash(path)
+                    actual = hash_file(path)
                 except OSError as error:
                     raise DataError(f"{path} cannot be read: {error.strerror}.") from error
                 if actual != record["sha256"]:

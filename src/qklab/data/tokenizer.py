@@ -12,6 +12,7 @@ import numpy as np
 
 from qklab.data.encoder import encoder, token_dtype
 from qklab.data.spec import DataError
+from qklab.runs.files import write_bytes
 
 FORMAT = 1
 GPT2_FILES = ("encoder.json", "vocab.bpe")
@@ -63,7 +64,7 @@ class Tokenizer:
         return b"".join(raw).decode(errors="replace")
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        Path(path).write_bytes(canonical({"format": FORMAT, **self.definition}) + b"\n")
+        write_bytes(Path(path), canonical({"format": FORMAT, **self.definition}) + b"\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:

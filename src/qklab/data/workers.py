@@ -23,13 +23,6 @@ from qklab.data import encoder
 from qklab.data.spec import DataError
 
 
-def processors() -> int:
-    """Processors this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def start(task: str, argument: str) -> subprocess.Popen[bytes]:
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "true" if task == "train" else "false"}
     return subprocess.Popen(

@@ -2,39 +2,15 @@
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from qklab.data.shards import file_hash
+from qklab.runs.files import hash_file, replace_file, write_bytes, write_json
 
 SHARD_TOKENS = 2**23
 UNFINISHED = "unfinished"
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Put `content` at `path` at once: a reader, or a run after a crash, sees all of it or nothing."""
-    aside = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        with aside.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise
-    flush_folder(path.parent)
-
-
-def flush_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 class ShardWriter:
@@ -64,8 +40,8 @@ class ShardWriter:
         notes = self.folder / UNFINISHED / self._name(number)
         try:
             record = json.loads(notes.with_suffix(".json").read_bytes())
-            whole = file_hash(self.folder / record["file"]) == record["sha256"]
-            return record if whole and file_hash(notes.with_suffix(".lengths")) == record["lengths"] else None
+            whole = hash_file(self.folder / record["file"]) == record["sha256"]
+            return record if whole and hash_file(notes.with_suffix(".lengths")) == record["lengths"] else None
         except (OSError, ValueError, KeyError):
             return None
 
@@ -94,9 +70,9 @@ class ShardWriter:
             "sha256": hashlib.sha256(content).hexdigest(),
             "lengths": hashlib.sha256(lengths).hexdigest(),
         }
-        write_file(self.folder / record["file"], content)
-        write_file(notes.with_suffix(".lengths"), lengths)
-        write_file(notes.with_suffix(".json"), json.dumps(record).encode())
+        write_bytes(self.folder / record["file"], content)
+        write_bytes(notes.with_suffix(".lengths"), lengths)
+        write_json(notes.with_suffix(".json"), record)
         self.records.append(record)
         self._empty()
 
@@ -104,21 +80,17 @@ class ShardWriter:
         """Write where documents begin and return the split's part of the manifest."""
         self.close()
         starts = self.folder / f"{self.split}.starts.bin"
-        aside = starts.with_name(f"{starts.name}.{os.getpid()}.part")
         total = 0
-        with aside.open("wb") as file:
+        with replace_file(starts) as file:
             for number in range(len(self.records)):
                 lengths = np.fromfile((self.folder / UNFINISHED / self._name(number)).with_suffix(".lengths"), "<i8")
                 ends = total + np.cumsum(lengths)
                 file.write((ends - lengths).astype("<i8").tobytes())
                 total = int(ends[-1])
             file.write(np.array([total], "<i8").tobytes())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, starts)
         shards = [{key: value for key, value in record.items() if key != "lengths"} for record in self.records]
         return {
             **{count: sum(shard[count] for shard in shards) for count in ("tokens", "bytes", "documents")},
             "shards": shards,
-            "starts": {"file": starts.name, "sha256": file_hash(starts)},
+            "starts": {"file": starts.name, "sha256": hash_file(starts)},
         }

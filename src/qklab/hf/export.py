@@ -1,6 +1,5 @@
 """A run as a folder that Transformers loads: configuration, weights, tokenizer and a model card."""
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +13,7 @@ from qklab.hf.config import QKLabConfig
 from qklab.hf.model import QKLabForCausalLM
 from qklab.model.decoder import Decoder
 from qklab.runs.directory import RunDirectory, RunError
-from qklab.runs.files import reason
+from qklab.runs.files import describe_os_error, rename_folder, write_text
 from qklab.train.checkpoint import Checkpoints, Found
 from qklab.train.spec import RunSpec
 
@@ -36,10 +35,12 @@ def export(run: Path | str, folder: Path | str, which: Which = "newest") -> Path
         aside.mkdir(parents=True)
         model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
-        (aside / "README.md").write_text(card(directory, spec, found, which), encoding="utf-8")
-        os.replace(aside, out)
+        write_text(aside / "README.md", card(directory, spec, found, which))
+        rename_folder(aside, out)
     except OSError as error:
-        raise RunError(f"the export to {out} could not be written: {reason(error)}; choose another folder.") from error
+        raise RunError(
+            f"the export to {out} could not be written: {describe_os_error(error)}; choose another folder."
+        ) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return out

@@ -21,7 +21,7 @@ from qklab.model.decoder import Decoder
 from qklab.model.diagnose import Diagnosis, diagnose, singular_values
 from qklab.runs.directory import RunDirectory, RunError
 from qklab.runs.environment import commit
-from qklab.runs.files import reason, write_atomically
+from qklab.runs.files import describe_os_error, write_text
 from qklab.train.checkpoint import Checkpoints
 from qklab.train.probe import as_json
 from qklab.train.spec import RunSpec
@@ -95,9 +95,11 @@ def inspect(
     try:
         out.mkdir(parents=True, exist_ok=True)
         for name, written in files.items():
-            write_atomically(out / name, written)
+            write_text(out / name, written)
     except OSError as error:
-        raise RunError(f"{out} cannot be written: {reason(error)}; choose another folder with --out.") from None
+        raise RunError(
+            f"{out} cannot be written: {describe_os_error(error)}; choose another folder with --out."
+        ) from None
     return [out / name for name in files]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from qklab.report.data import gather
 from qklab.report.maps import Maps
 from qklab.runs.directory import RunError
-from qklab.runs.files import reason, write_atomically
+from qklab.runs.files import describe_os_error, write_text
 
 SCRIPTS = ("core.js", "plot.js", "figures.js", "main.js")
 
@@ -21,10 +21,10 @@ def build(paths: Sequence[Path], out: Path, *, text: str = "", maps: bool = True
     page = rendered(gather([Path(path) for path in paths], Maps(text) if maps else None))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(out, page)
+        write_text(out, page)
     except OSError as error:
         raise RunError(
-            f"the report {out} cannot be written: {reason(error)}; choose another place with --out."
+            f"the report {out} cannot be written: {describe_os_error(error)}; choose another place with --out."
         ) from None
     return out
 

@@ -13,7 +13,7 @@ from qklab.report.data import gather
 from qklab.report.maps import Maps
 from qklab.report.page import rendered
 from qklab.runs.directory import RunError
-from qklab.runs.files import reason
+from qklab.runs.files import describe_os_error
 
 SHARE = 30
 WATCHED = ("study.json", "run.json", "summary.json", "metrics.jsonl")
@@ -31,7 +31,7 @@ class Live:
         try:
             self.server = ThreadingHTTPServer(("127.0.0.1", port), self.handler())
         except (OSError, OverflowError) as error:
-            why = reason(error) if isinstance(error, OSError) else "there is no such port"
+            why = describe_os_error(error) if isinstance(error, OSError) else "there is no such port"
             raise RunError(f"port {port} cannot be served on: {why}; choose another with --port.") from None
         self.server.daemon_threads = True
         self.threads = [threading.Thread(target=work, daemon=True) for work in (self.server.serve_forever, self.watch)]

@@ -22,6 +22,11 @@ def environment(device: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def count_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def installed(package: str) -> str | None:
     try:
         return metadata.version(package)

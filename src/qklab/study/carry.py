@@ -13,7 +13,6 @@ damage a checkpoint of the same step, which is then refused by its hash and an o
 holder sends again. A machine without connection trains on, for nothing, until it has one.
 """
 
-import fcntl
 import json
 import os
 import platform
@@ -27,7 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from qklab.runs.files import write_atomically
+from qklab.runs.files import link_file, lock_file, rename_folder, write_bytes
 from qklab.study.remote import Store
 from qklab.study.spec import StudyError
 from qklab.train import store as checkpoint
@@ -57,18 +56,13 @@ class Carrier:
         """Whether no other process of this machine carries the run, or ends with it in time; if so, none begins."""
         self.folder.mkdir(parents=True, exist_ok=True)
         until = time.monotonic() + patience
-        with open(self.folder / "carry.lock", "ab") as file:
-            while True:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    if time.monotonic() < until:
-                        time.sleep(LOOK)
-                        continue
-                    yield False
-                else:
-                    yield True
-                return
+        while (lock := lock_file(self.folder / "carry.lock")) is None and time.monotonic() < until:
+            time.sleep(LOOK)
+        try:
+            yield lock is not None
+        finally:
+            if lock is not None:
+                os.close(lock)
 
     def mine(self) -> bytes | None:
         path = self.folder / HOLDER
@@ -85,12 +79,12 @@ class Carrier:
             self.survey()
             return
         self.clear()
-        own = json.dumps({"holder": uuid.uuid4().hex, "node": platform.node(), "pid": os.getpid()})
-        self.store.write(f"{self.at}/{HOLDER}", own.encode())  # first, so that who held it stops
+        own = json.dumps({"holder": uuid.uuid4().hex, "node": platform.node(), "pid": os.getpid()}).encode()
+        self.store.write(f"{self.at}/{HOLDER}", own)  # first, so that who held it stops
         self.survey()
         self.bring()
         os.sync()
-        write_atomically(self.folder / HOLDER, own)
+        write_bytes(self.folder / HOLDER, own)
 
     def clear(self) -> None:
         for path in self.folder.iterdir():
@@ -190,11 +184,11 @@ class Carrier:
         stage = self.fresh_stage() / name
         for file, entry in self.whole[name]["files"].items():
             self.store.bring(f"{self.at}/checkpoints/{name}/{file}", stage / file, entry["size"])
-        (stage / "manifest.json").write_bytes(manifest)
+        write_bytes(stage / "manifest.json", manifest)
         checkpoint.verify(stage, run)
         final.parent.mkdir(exist_ok=True)
         shutil.rmtree(final, ignore_errors=True)
-        stage.rename(final)
+        rename_folder(stage, final)
 
     def fresh_stage(self) -> Path:
         stage = self.folder / STAGE
@@ -261,7 +255,7 @@ class Carrier:
         stage, at = self.fresh_stage(), f"{self.at}/checkpoints/{name}"
         try:
             for file in (self.folder / "checkpoints" / name).iterdir():
-                link(file, stage / file.name)  # sending may take longer than the checkpoint is kept
+                link_file(file, stage / file.name)  # sending may take longer than the checkpoint is kept
             manifest = (stage / "manifest.json").read_bytes()
         except FileNotFoundError:
             return
@@ -291,14 +285,6 @@ class Carrier:
                 self.torn.discard(name)
 
 
-def link(source: Path, target: Path) -> None:
-    """The same file by another name; a copy where the file system has no hard links."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
-
-
 def is_json(content: bytes) -> bool:
     try:
         json.loads(content)
@@ -308,11 +294,9 @@ def is_json(content: bytes) -> bool:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """All of it or nothing."""
+    """With the folders above it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.tmp")
-    aside.write_bytes(content)
-    aside.replace(path)
+    write_bytes(path, content)
 
 
 def stop_this_process() -> None:

@@ -23,7 +23,8 @@ from qklab.data.prepare import prepare
 from qklab.data.sources import source_path
 from qklab.data.spec import DataSpec
 from qklab.runs.directory import RunDirectory, RunError
-from qklab.runs.files import reason, write_json
+from qklab.runs.environment import count_cores
+from qklab.runs.files import describe_os_error, write_json
 from qklab.schema import format_value
 from qklab.study.metrics import find_metric
 from qklab.study.mirror import Mirror
@@ -75,7 +76,7 @@ class Slots:
             raise StudyError(f"device must be auto, cpu or cuda, but {device!r} came.")
         if at_once is not None and at_once < 1:
             raise StudyError(f"at least 1 run at a time is needed (--at-once), but {at_once} came.")
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = count_cores()
         cuda = device != "cpu" and torch.cuda.is_available()
         if device == "cuda" and not cuda:
             raise StudyError("device cuda came, but torch sees no CUDA device; leave it out or use cpu.")
@@ -467,8 +468,8 @@ def refused_files() -> Iterator[None]:
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         raise StudyError(
-            f"the study stopped because of a file{where}: {reason(error)}; what was saved before is still there, mend "
-            "this and run the same command again."
+            f"the study stopped because of a file{where}: {describe_os_error(error)}; what was saved before is "
+            "still there, mend this and run the same command again."
         ) from error
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import qklab
 from qklab.data.prepare import prepare
-from qklab.runs.files import reason
+from qklab.runs.files import append_line, describe_os_error
 from qklab.study.execute import POLL, Active, Slots, Study, read_data, read_spec
 from qklab.study.mirror import Mirror
 from qklab.study.plan import Planned
@@ -212,7 +212,7 @@ def refuse_unreachable(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
     except OSError as error:
         raise StudyError(
-            f"no Ray cluster answers at {address}: {reason(error)}; start one there with: ray start --head."
+            f"no Ray cluster answers at {address}: {describe_os_error(error)}; start one there with: ray start --head."
         ) from None
 
 
@@ -266,8 +266,7 @@ def readied(order: dict[str, Any]) -> Mirror | None:
     mirror = settled(order)
     task, log, node = order["task"], Path(order["log"]), platform.node()
     refuse_unfit(order, node)
-    with open(log, "ab") as file:
-        file.write(f"on the node {node}:\n".encode())
+    append_line(log, f"on the node {node}:")
     if mirror is not None:
         mirror.put_log(place_of(task))
     return mirror

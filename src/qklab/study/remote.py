@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from fsspec.core import url_to_fs
 
-from qklab.runs.files import reason
+from qklab.runs.files import describe_os_error
 from qklab.study.spec import StudyError
 
 PATIENCE = 120.0  # seconds that a store is tried for
@@ -24,7 +24,7 @@ class Store:
         try:
             self.files, root = url_to_fs(self.url)
         except (ImportError, ValueError) as error:
-            raise StudyError(f"{url} cannot be used: {reason(OSError(str(error))).rstrip('.')}.") from None
+            raise StudyError(f"{url} cannot be used: {describe_os_error(OSError(str(error))).rstrip('.')}.") from None
         self.root = str(root)
 
     def path(self, name: str) -> str:
@@ -36,7 +36,7 @@ class Store:
             try:
                 return act()
             except Exception as error:  # every store has errors of its own
-                why = reason(error) if isinstance(error, OSError) else str(error)
+                why = describe_os_error(error) if isinstance(error, OSError) else str(error)
                 why = (why.strip().splitlines() or [type(error).__name__])[0].rstrip(".") or type(error).__name__
                 if isinstance(error, NotImplementedError) or time.monotonic() + pause > until:
                     raise StudyError(

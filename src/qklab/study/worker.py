@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Any, NoReturn, Protocol
 
 from qklab.runs.directory import RunDirectory
+from qklab.runs.files import open_append
 from qklab.study.mirror import carried
 from qklab.train.launch import EXIT_CODES, train
 from qklab.train.spec import ExecutionSpec, RunSpec
@@ -69,7 +70,8 @@ class Nursery:
 
     def __init__(self, log: Path, environment: Mapping[str, str]):
         own = {name: value for name, value in os.environ.items() if name not in RANKS}
-        with open(log, "ab") as errors:
+        errors = open_append(log)
+        try:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-c", SERVE, json.dumps(sys.path)],  # this process's qklab, no other
                 bufsize=0,
@@ -79,6 +81,8 @@ class Nursery:
                 env=own | dict(environment),
                 start_new_session=True,  # Ctrl-C reaches the study, which passes it on
             )
+        finally:
+            os.close(errors)
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.to, self.back = self.process.stdin, self.process.stdout
@@ -196,7 +200,7 @@ def become(order: Mapping[str, Any], nursery: int) -> NoReturn:
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # until here nothing would have been saved
         nothing = os.open(os.devnull, os.O_RDONLY)
-        log = os.open(order["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        log = open_append(Path(order["log"]))
         for target, source in ((0, nothing), (1, log), (2, log)):
             os.dup2(source, target)
         wait_for_orphan(Path(order["task"]["folder"]), nursery)

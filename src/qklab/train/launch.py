@@ -15,7 +15,7 @@ from qklab.data.shards import Corpus
 from qklab.data.spec import DataError
 from qklab.runs.directory import RunDirectory, RunError
 from qklab.runs.environment import commit, environment
-from qklab.runs.files import reason
+from qklab.runs.files import describe_os_error
 from qklab.runs.metrics import MetricsFile
 from qklab.runs.sinks import Sinks
 from qklab.train.checkpoint import CheckpointError, Checkpoints
@@ -97,8 +97,8 @@ def train(
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         raise RunError(
-            f"the run stopped because of a file{where}: {reason(error)}; what was saved before is still there, "
-            "mend this and run the same command again."
+            f"the run stopped because of a file{where}: {describe_os_error(error)}; what was saved before is "
+            "still there, mend this and run the same command again."
         ) from error
     finally:
         display.close()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from qklab.runs.environment import count_cores
 from qklab.train.spec import ExecutionSpec
 
 
@@ -82,8 +83,7 @@ def default_threads(neighbours: int) -> int:
     """The cores this process may use, shared with the other ranks of this machine; OMP_NUM_THREADS has precedence."""
     if "OMP_NUM_THREADS" in os.environ and neighbours == 1:
         return torch.get_num_threads()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // neighbours)
+    return max(1, count_cores() // neighbours)
 
 
 def guard_bf16(say: Callable[[str], None]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -32,6 +32,7 @@ from qklab.hf.convert.check import check_options
 from qklab.hf.convert.families import family_of
 from qklab.hf.convert.layers import insert, reshape, rotary_of
 from qklab.hf.convert.record import Conversion, Report, conversion_of
+from qklab.runs.files import write_json, write_tensors
 
 CONVERTED = "qklab-converted"
 STOP = "this folder holds a model converted by qklab: import qklab.hf and load it with qklab.hf.load or an Auto class"
@@ -50,7 +51,7 @@ class SavesConverted:
         cast(Any, super()).save_pretrained(save_directory, *args, **kwargs)
         path = Path(save_directory) / "config.json"
         if kwargs.get("is_main_process", args[0] if args else True) and path.exists():
-            write_json(path, wrapped(json.loads(path.read_text())))
+            write_json(path, wrapped(json.loads(path.read_text())), sort_keys=True)
 
 
 def wrapped(config: dict[str, Any]) -> dict[str, Any]:
@@ -66,12 +67,6 @@ def wrapped(config: dict[str, Any]) -> dict[str, Any]:
         "qklab": record,
         "vocab_size": STOP,
     }
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    aside = path.with_name(path.name + ".new")
-    aside.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-    aside.replace(path)
 
 
 @functools.cache
@@ -205,10 +200,8 @@ def save_adapter(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None
     path.mkdir(parents=True, exist_ok=True)
     base = len(base_prefix(model))
     tensors = {name[base:]: value.detach().cpu().contiguous() for name, value in inserted_parameters(model)}
-    aside = path / (WEIGHTS + ".new")
-    save_file(tensors, aside)
-    aside.replace(path / WEIGHTS)
-    write_json(path / RECORD, record)
+    write_tensors(path / WEIGHTS, tensors)
+    write_json(path / RECORD, record, sort_keys=True)
 
 
 def load_adapter(model: PreTrainedModel, folder: str | os.PathLike[str], *, trainable: Any = None) -> Report | None:

@@ -5,6 +5,8 @@ import json
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -143,6 +145,14 @@ def test_a_second_preparation_returns_at_once(folder: Path, tmp_path: Path, monk
     assert prepare(bytes_spec(folder)).hash == first.hash
     assert {path: path.stat().st_mtime_ns for path in first.folder.iterdir()} == stamp
     assert prepare(DataSpec(source=str(first.folder))).hash == first.hash
+
+
+def test_tests_keep_nothing_in_the_cache_of_the_user(folder: Path, cache_of_tests: Path) -> None:
+    program = f"from qklab.data import DataSpec, prepare; print(prepare(DataSpec(source={str(folder)!r})).folder)"
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    for prepared in (prepare(bytes_spec(folder)).folder, Path(answer.stdout.strip())):
+        assert prepared.is_relative_to(cache_of_tests)
+    assert not cache_of_tests.is_relative_to(Path.home() / ".cache")
 
 
 def test_a_folder_of_another_spec_or_of_something_else_is_refused(folder: Path, tmp_path: Path) -> None:

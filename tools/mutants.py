@@ -5,7 +5,8 @@ python tools/mutants.py --count 160 --out mutants.jsonl
 Each line of the result is one mutant: where, what stood there and what stands there now, which tests ran, and whether
 one of them failed. Called again with the same file it goes on where it stopped. The sample is drawn anew only where
 the source changed: every module draws with a seed of its own. `--tree` names another checkout, an older commit's say,
-and `--tests` the table that says which tests are meant to catch a mutant of which module.
+and `--tests` the table that says which tests are meant to catch a mutant of which module; a word such as
+TRITON_INTERPRET=1 among them is set in their environment.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import importlib
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import sys
@@ -200,38 +202,46 @@ class Bench:
         matches = [path for path in self.table if module.startswith(path)]
         return self.table[max(matches, key=len)] if matches else [f"tests/{module.split('/')[0]}"]
 
-    def run_tests(self, arguments: list[str], limit: float) -> tuple[int | None, float]:
-        """pytest's exit code, None when it was stopped after `limit` seconds; and the seconds it took."""
+    def run_tests(self, arguments: list[str], cpu_limit: int, limit: float) -> tuple[str, float]:
+        """What came of the tests, and the CPU seconds they took, which other work on the machine does not change."""
         began = time.monotonic()
         child = os.fork()
         if child == 0:
-            self._become_pytest(arguments)
-        while (done := os.waitpid(child, os.WNOHANG)) == (0, 0):
-            if time.monotonic() - began > limit:
+            self._become_pytest(arguments, cpu_limit)
+        stopped = False
+        while (done := os.wait4(child, os.WNOHANG))[0] == 0:
+            if not stopped and time.monotonic() - began > limit:
+                stopped = True
                 os.killpg(child, signal.SIGKILL)
-                os.waitpid(child, 0)
-                return None, limit
             time.sleep(0.1)
         with suppress(ProcessLookupError):  # what a test started and left behind
             os.killpg(child, signal.SIGKILL)
-        return os.waitstatus_to_exitcode(done[1]), time.monotonic() - began
+        _, status, used = done
+        code = os.waitstatus_to_exitcode(status)
+        outcome = "timeout" if stopped or code == -signal.SIGXCPU else "survived" if code == 0 else "killed"
+        return outcome, used.ru_utime + used.ru_stime
 
-    def _become_pytest(self, arguments: list[str]) -> None:
+    def _become_pytest(self, arguments: list[str], cpu_limit: int) -> None:
         code = 70
         try:
             os.setsid()
+            resource.setrlimit(resource.RLIMIT_CPU, (cpu_limit, cpu_limit + 5))
             os.chdir(self.tree)
             for stream in (1, 2):
                 os.dup2(os.open(self.folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
             os.environ |= {"PYTHONPATH": str(self.source), "XDG_CACHE_HOME": str(self.folder / "cache")}
             os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+            quietly = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+            quietly += ["-W", "ignore::pytest.PytestAssertRewriteWarning", f"--basetemp={self.folder / 'scratch'}"]
+            variables = dict(word.split("=") for word in arguments if "=" in word)
+            command = [*quietly, *(word for word in arguments if "=" not in word)]
+            if variables:  # they must be there before anything is imported
+                os.execve(sys.executable, [sys.executable, "-m", "pytest", *command], {**os.environ, **variables})
             sys.dont_write_bytecode = True
             sys.path.insert(0, str(self.source))
             import pytest
 
-            quietly = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-            quietly += ["-W", "ignore::pytest.PytestAssertRewriteWarning", f"--basetemp={self.folder / 'scratch'}"]
-            code = int(pytest.main([*quietly, *arguments]))
+            code = int(pytest.main(command))
         except BaseException:
             traceback.print_exc()
         finally:
@@ -240,25 +250,25 @@ class Bench:
     def usual_seconds(self, arguments: list[str]) -> float:
         key = " ".join(arguments)
         if key not in self.usual:
-            code, seconds = self.run_tests(arguments, limit=600)
-            if code != 0:
+            outcome, seconds = self.run_tests(arguments, cpu_limit=600, limit=1800)
+            if outcome != "survived":
                 log = (self.folder / "log").read_text(encoding="utf-8", errors="replace")
                 raise SystemExit(f"the tests {key} do not pass on the unbroken source:\n{log[-3000:]}")
+            print(f"{seconds:8.0f} s  {key}", flush=True)
             self.usual[key] = seconds
         return self.usual[key]
 
-    def judge(self, mutant: Mutant, most: float) -> dict[str, object]:
+    def judge(self, mutant: Mutant, limit: float) -> dict[str, object]:
         tests = self.tests_of(mutant.module)
-        limit = min(most, 20 + 4 * self.usual_seconds(tests))
+        cpu_limit = 20 + int(3 * self.usual_seconds(tests))
         path = self.source / "qklab" / mutant.module
         whole = path.read_bytes()
         path.write_bytes(whole[: mutant.start] + mutant.after.encode() + whole[mutant.end :])
         try:
-            code, seconds = self.run_tests(tests, limit)
+            outcome, seconds = self.run_tests(tests, cpu_limit, limit)
         finally:
             path.write_bytes(whole)
-        outcome = {None: "timeout", 0: "survived"}.get(code, "killed")
-        return asdict(mutant) | {"tests": tests, "outcome": outcome, "seconds": round(seconds, 1)}
+        return asdict(mutant) | {"tests": tests, "outcome": outcome, "cpu_seconds": round(seconds, 1)}
 
 
 def summarise(rows: list[dict]) -> str:
@@ -281,7 +291,7 @@ def main() -> None:
     parser.add_argument("--tests", type=Path, default=here / "mutants.toml", help="table: module → its tests")
     parser.add_argument("--count", type=int, default=160)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit", type=float, default=90, help="the most seconds a mutant may take")
+    parser.add_argument("--limit", type=float, default=300, help="the most seconds a mutant may take by the clock")
     parser.add_argument("--out", type=Path, default=Path("mutants.jsonl"))
     parser.add_argument("--list", action="store_true", help="show the mutants and run nothing")
     options = parser.parse_args()
@@ -305,11 +315,8 @@ def main() -> None:
             row = bench.judge(mutant, options.limit)
             rows.append(row)
             print(json.dumps(row, ensure_ascii=False), file=out, flush=True)
-            where = f"{mutant.module}:{mutant.line}"
-            print(
-                f"{len(rows):4} {row['outcome']:9}{row['seconds']:6} s  {where}  {mutant.before!r} → {mutant.after!r}",
-                flush=True,
-            )
+            change = f"{mutant.module}:{mutant.line}  {mutant.before!r} → {mutant.after!r}"
+            print(f"{len(rows):4} {row['outcome']:9}{row['cpu_seconds']:6} s  {change}", flush=True)
     print(summarise(rows))
 
 

@@ -30,6 +30,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 SWAPPED = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -195,7 +196,6 @@ class Bench:
         self.tree, self.table, self.folder = tree, table, folder
         self.source = folder / "src"
         shutil.copytree(tree / "src", self.source, ignore=shutil.ignore_patterns("__pycache__"))
-        self.usual: dict[str, float] = {}  # seconds the tests of a module take when nothing is broken
 
     def tests_of(self, module: str) -> list[str]:
         """The entry of the longest matching path of the table, else the folder of the package's tests."""
@@ -247,20 +247,8 @@ class Bench:
         finally:
             os._exit(code)
 
-    def usual_seconds(self, arguments: list[str]) -> float:
-        key = " ".join(arguments)
-        if key not in self.usual:
-            outcome, seconds = self.run_tests(arguments, cpu_limit=600, limit=1800)
-            if outcome != "survived":
-                log = (self.folder / "log").read_text(encoding="utf-8", errors="replace")
-                raise SystemExit(f"the tests {key} do not pass on the unbroken source:\n{log[-3000:]}")
-            print(f"{seconds:8.0f} s  {key}", flush=True)
-            self.usual[key] = seconds
-        return self.usual[key]
-
-    def judge(self, mutant: Mutant, limit: float) -> dict[str, object]:
+    def judge(self, mutant: Mutant, cpu_limit: int, limit: float) -> dict[str, Any]:
         tests = self.tests_of(mutant.module)
-        cpu_limit = 20 + int(3 * self.usual_seconds(tests))
         path = self.source / "qklab" / mutant.module
         whole = path.read_bytes()
         path.write_bytes(whole[: mutant.start] + mutant.after.encode() + whole[mutant.end :])
@@ -270,10 +258,20 @@ class Bench:
             path.write_bytes(whole)
         return asdict(mutant) | {"tests": tests, "outcome": outcome, "cpu_seconds": round(seconds, 1)}
 
+    def check_unbroken(self, rows: list[dict[str, Any]], cpu_limit: int, limit: float) -> None:
+        """Tests that failed for every mutant must pass without one, else they prove nothing."""
+        survived = {tuple(row["tests"]) for row in rows if row["outcome"] == "survived"}
+        for tests in sorted({tuple(row["tests"]) for row in rows} - survived):
+            outcome, seconds = self.run_tests(list(tests), cpu_limit, limit)
+            print(
+                f"{'passes' if outcome == 'survived' else 'FAILS'} unbroken, {seconds:.0f} s: {' '.join(tests)}",
+                flush=True,
+            )
 
-def summarise(rows: list[dict]) -> str:
+
+def summarise(rows: list[dict[str, Any]]) -> str:
     """Per package: mutants, killed (a test that never ends counts as one that fails), survived."""
-    packages: dict[str, list[dict]] = {"all": rows}
+    packages: dict[str, list[dict[str, Any]]] = {"all": rows}
     for row in rows:
         name = row["module"].split("/")[0] if "/" in row["module"] else "(modules)"
         packages.setdefault(name, []).append(row)
@@ -291,7 +289,8 @@ def main() -> None:
     parser.add_argument("--tests", type=Path, default=here / "mutants.toml", help="table: module → its tests")
     parser.add_argument("--count", type=int, default=160)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit", type=float, default=300, help="the most seconds a mutant may take by the clock")
+    parser.add_argument("--cpu-limit", type=int, default=150, help="CPU seconds after which tests count as hanging")
+    parser.add_argument("--limit", type=float, default=600, help="the same by the clock")
     parser.add_argument("--out", type=Path, default=Path("mutants.jsonl"))
     parser.add_argument("--list", action="store_true", help="show the mutants and run nothing")
     options = parser.parse_args()
@@ -312,11 +311,12 @@ def main() -> None:
         for mutant in drawn:
             if (mutant.module, mutant.start, mutant.before, mutant.after) in known:
                 continue
-            row = bench.judge(mutant, options.limit)
+            row = bench.judge(mutant, options.cpu_limit, options.limit)
             rows.append(row)
             print(json.dumps(row, ensure_ascii=False), file=out, flush=True)
             change = f"{mutant.module}:{mutant.line}  {mutant.before!r} → {mutant.after!r}"
             print(f"{len(rows):4} {row['outcome']:9}{row['cpu_seconds']:6} s  {change}", flush=True)
+        bench.check_unbroken(rows, options.cpu_limit, options.limit)
     print(summarise(rows))
 
 

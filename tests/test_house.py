@@ -1,0 +1,99 @@
+"""The laws of the house that no linter knows: one home per idea, names that are plain and mean one thing."""
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from qklab import register
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src/qklab"
+MODULES = {path.relative_to(SOURCE).as_posix(): path for path in sorted(SOURCE.rglob("*.py"))}
+
+# Participles that do not end like one, and words that end like one but are none (verbs, or nouns of the field).
+IRREGULAR = set(
+    "told chosen kept held said sent met built made gone known laid led left paid bound thought lost".split()
+)
+NO_PARTICIPLE = set("seed speed feed need embed open listen hidden run read put set split unshard exceed".split())
+
+# What is still left; both lists may only become shorter.
+SHARED_NAMES: set[str] = set()
+PARTICIPLES: set[str] = set()
+
+
+@cache
+def parse(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text(encoding="utf-8"))
+
+
+def is_participle(name: str) -> bool:
+    word = name.strip("_")
+    return word in IRREGULAR or (bool(re.fullmatch("[a-z]+(ed|en|wn)", word)) and word not in NO_PARTICIPLE)
+
+
+def functions_of(module: str) -> Iterator[str]:
+    """Functions and methods, but not properties, which may say how a thing is."""
+    for node in ast.walk(parse(module)):
+        if isinstance(node, ast.FunctionDef) and not any("property" in ast.unparse(d) for d in node.decorator_list):
+            yield node.name
+
+
+def test_a_public_name_means_one_thing() -> None:
+    homes = defaultdict(set)
+    for module in MODULES:
+        for node in parse(module).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                # an operation's reference and kernels bear its name
+                operation = re.match("ops/[a-z_]+/", module)
+                homes[node.name].add(operation[0] if operation else module)
+    shared = {name: sorted(found) for name, found in homes.items() if len(found) > 1 and name != "main"}
+    new = {name: found for name, found in shared.items() if name not in SHARED_NAMES}
+    assert not new, "defined twice; rename one:\n" + "\n".join(
+        f"{name}: {', '.join(new[name])}" for name in sorted(new)
+    )
+    assert not SHARED_NAMES - set(shared), "no longer shared: take them out of SHARED_NAMES"
+
+
+def test_functions_are_verbs_with_their_object() -> None:
+    found = {f"{module}: {name}" for module in MODULES for name in functions_of(module) if is_participle(name)}
+    new = {name for name in found if name not in PARTICIPLES}
+    assert not new, "participles; name what the function does (`write_json`, not `written`):\n" + "\n".join(sorted(new))
+    assert not PARTICIPLES - found, "no longer there: take them out of PARTICIPLES"
+
+
+@pytest.mark.parametrize("registry", [register.coupling, register.mix, register.norm], ids=lambda r: r.what)
+def test_mechanisms_are_listed_in_their_home_alone(registry: register.Registry) -> None:
+    """A second list is a second place to change: whoever needs the names reads the registry."""
+    names, homes = set(registry), {"attention/couple.py", "attention/mix.py", "attention/norm.py"}
+    for module in set(MODULES) - homes:
+        for node in ast.walk(parse(module)):
+            if isinstance(node, ast.List | ast.Tuple | ast.Set | ast.Dict):
+                inside = node.keys if isinstance(node, ast.Dict) else node.elts
+                listed = {entry.value for entry in inside if isinstance(entry, ast.Constant)} & names
+                assert len(listed) < 3, f"{module}:{node.lineno} lists {', '.join(map(str, sorted(listed)))}"
+
+
+# The words by which Transformers' models call their parts.
+LAYOUTS = re.compile(r"[\"'.](q_proj|k_proj|v_proj|qkv_proj|o_proj|c_attn|query_key_value|self_attn|kv_a_proj\w*)\b")
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if not module.startswith("hf/")])
+def test_only_hf_knows_other_peoples_layouts(module: str) -> None:
+    text = MODULES[module].read_text(encoding="utf-8")
+    assert not LAYOUTS.findall(text)
+    assert not re.findall(r"^\s*(?:from|import) transformers", text, re.MULTILINE)
+
+
+WRITES = re.compile(
+    r"\.write_(?:text|bytes)\(|\bopen\([^)]*[\"'][wax]b?\+?[\"']|\.open\([\"'][wax]b?\+?[\"']|os\.replace\(|json\.dump\("
+)
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if module != "runs/files.py"])
+def test_only_one_module_writes_files(module: str) -> None:
+    assert not WRITES.findall(MODULES[module].read_text(encoding="utf-8"))

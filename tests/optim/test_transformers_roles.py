@@ -20,7 +20,7 @@ from qklab.optim.watch_transformers import largest_of
 
 transformers = pytest.importorskip("transformers")
 
-EXAMPLE = Path(__file__).parents[2] / "docs/examples/logit_control_transformers.py"
+EXAMPLE = Path(__file__).parents[2] / "examples/logit_control.py"
 VOCAB, TOKENS, WINDOW = 40, 9, 4
 SIZE = {"vocab_size": VOCAB, "num_hidden_layers": 2, "hidden_size": 24, "intermediate_size": 16}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}

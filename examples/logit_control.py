@@ -1,4 +1,4 @@
-"""Logit control on a Transformers model: a small Llama learns to continue a sequence, and the factors are printed."""
+"""Logit control in a training loop of your own: a small Llama learns to continue a sequence, and the factors are printed."""
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -7,7 +7,7 @@ from qklab.optim import LogitControl, attention_roles
 
 torch.manual_seed(0)
 config = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
-model = LlamaForCausalLM(config)
+model = LlamaForCausalLM(config)  # or a qklab Decoder; roles may also be given by hand
 optimiser = LogitControl(torch.optim.AdamW(model.parameters(), lr=3e-3), roles=attention_roles(model), tau=1.0)
 for step in range(101):
     ids = (torch.randint(64, (16, 1)) + torch.arange(32)) % 64

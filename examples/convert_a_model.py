@@ -6,7 +6,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from qklab.hf import convert, load_adapter, save_adapter
 
 
-
 def build_model() -> LlamaForCausalLM:
     """Stands for yours: AutoModelForCausalLM.from_pretrained(…)."""
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Logit control in a training loop of your own: a small Llama learns to continue a sequence, and the factors are printed."""
+"""Logit control in your own training loop: a small Llama learns to continue a sequence; the factors are printed."""
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM

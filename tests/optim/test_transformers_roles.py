@@ -3,12 +3,10 @@
 import copy
 import itertools
 import math
-import runpy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +18,6 @@ from qklab.optim.watch_transformers import largest_of
 
 transformers = pytest.importorskip("transformers")
 
-EXAMPLE = Path(__file__).parents[2] / "examples/logit_control.py"
 VOCAB, TOKENS, WINDOW = 40, 9, 4
 SIZE = {"vocab_size": VOCAB, "num_hidden_layers": 2, "hidden_size": 24, "intermediate_size": 16}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -761,17 +758,3 @@ def test_a_fused_gpt2_moves_as_one_with_split_weights() -> None:
         torch.testing.assert_close(whole.attn.c_attn.weight, together, rtol=0.0, atol=1e-9)
         biases = torch.cat([own.q.bias, own.k.bias, own.v.bias])
         torch.testing.assert_close(whole.attn.c_attn.bias, biases, rtol=0.0, atol=1e-9)
-
-
-def test_the_example_trains_and_prints_factors(capsys: pytest.CaptureFixture[str]) -> None:
-    runpy.run_path(str(EXAMPLE), run_name="__main__")
-    said = capsys.readouterr().out.splitlines()
-    losses = [float(line.rpartition(" ")[2]) for line in said if line.startswith("step ")]
-    assert losses[0] > 4
-    assert losses[-1] < losses[0] / 2
-    factors = {line.partition(":")[0]: line.partition("× ")[2].split() for line in said if "×" in line}
-    layers = [f"model.layers.{i}.self_attn" for i in range(2)]
-    assert {name: len(values) for name, values in factors.items()} == {
-        f"{layer} W_{symbol}": heads for layer in layers for symbol, heads in (("q", 4), ("k", 4))
-    }
-    assert all(0 < float(value) < 1 for values in factors.values() for value in values)

@@ -119,7 +119,7 @@ def gate(spec: RunSpec, machine: Machine) -> None:
         model = copy.deepcopy(start)
         optimiser = Optimiser(asked, model, ARMS[control])
         for layer in attention_roles(model).values():
-            layer.parts["k"].weight.data.mul_(growth)
+            layer.projections["k"].weight.data.mul_(growth)
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
             parameter.grad = gradient.clone()
         optimiser.step(asked.lr)
@@ -212,7 +212,10 @@ def measure(kind: str, options: argparse.Namespace, rate: float) -> dict[str, An
     alone = {name: own.updates(name, gradients, many) for name, own in of.items()}
     part = compared(interleaved(alone, options.rounds, machine.device.type), many)
     weights = {
-        id(t): t for layer in attention_roles(bench.decoder).values() for p in layer.parts.values() for t in p.tensors
+        id(t): t
+        for layer in attention_roles(bench.decoder).values()
+        for p in layer.projections.values()
+        for t in p.tensors
     }
     bytes_controlled = sum(t.numel() * t.element_size() for t in weights.values())
     floor = {"read_and_written": 2 * bytes_controlled / rate * 1e3, "with_a_copy": 5 * bytes_controlled / rate * 1e3}

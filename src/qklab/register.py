@@ -73,8 +73,10 @@ class Registry(Mapping[str, Any]):
         return sum(1 for _ in self)
 
     def _import_homes(self) -> None:
-        while self.homes:
-            importlib.import_module(self.homes.pop())
+        for home in list(self.homes):
+            importlib.import_module(home)
+            if home in self.homes:  # one that could not be imported is tried again, and fails again
+                self.homes.remove(home)
 
 
 def _origin(entry: Any) -> str:

@@ -37,7 +37,6 @@ from transformers import (
 
 from qklab import CouplingSpec, register
 from qklab.hf.convert import (
-    FAMILIES,
     Report,
     cache_bytes,
     conversion_of,
@@ -48,7 +47,9 @@ from qklab.hf.convert import (
     save_adapter,
 )
 from qklab.hf.convert.cache import Shared
+from qklab.hf.families import convertible_families
 
+FAMILIES = convertible_families()
 WINDOW = 6
 TOKENS = 11  # more than the window
 IDS = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
@@ -381,11 +382,11 @@ def tie_values(model: PreTrainedModel) -> None:
     torch.manual_seed(3)
     family = FAMILIES[model.config.model_type]
     for layer in layers_of(model):
-        weights = family.layout.read(layer, family.width(layer))
+        weights = family.read(layer)
         assert weights.v is not None
         maps = torch.randn(weights.k.shape[0], weights.k.shape[1], weights.k.shape[1]) / weights.k.shape[1] ** 0.5
         weights.v = maps.to(weights.k) @ weights.k
-        family.layout.write(layer, weights)
+        family.write(layer, weights)
 
 
 @family
@@ -418,11 +419,10 @@ def test_sharing_reports_what_happens(family: str) -> None:
     handle.remove()
     args, kwargs, wanted = caught[0]
     x = args[0] if args else kwargs["hidden_states"]
-    width = kind.width(first)
     with torch.no_grad():
         got = second(*args, **kwargs)[0]
-        _, k, v = kind.layout.project(first, x, width)
-        _, s, none = kind.layout.project(second, x, width)
+        _, k, v = kind.project(first, x)
+        _, s, none = kind.project(second, x)
     assert none is None
     assert v is not None
     layer = report.layers[0]
@@ -485,7 +485,7 @@ def test_merging_heads(family: str, merge: Any, share: Any) -> None:
     tie_values(model)
     kind = FAMILIES[family]
     for layer in layers_of(model):
-        weights = kind.layout.read(layer, 8)
+        weights = kind.read(layer)
         assert weights.v is not None
         maps, turns = torch.eye(8).expand(4, 8, 8), torch.eye(8).expand(4, 8, 8)
         if merge == "least-squares":
@@ -495,7 +495,7 @@ def test_merging_heads(family: str, merge: Any, share: Any) -> None:
         weights.k, weights.v = turns @ weights.k[0], maps @ weights.v[0]
         if weights.k_bias is not None and weights.v_bias is not None:
             weights.k_bias, weights.v_bias = turns @ weights.k_bias[0], maps @ weights.v_bias[0]
-        kind.layout.write(layer, weights)
+        kind.write(layer, weights)
     before = logits(model, ids())
     report = convert(model, kv_heads=2, merge=merge, share=share, calibration=ids(rows=8, seed=2))
     assert model.config.num_key_value_heads == 2
@@ -590,7 +590,7 @@ def test_an_inserted_norm_keeps_the_scale_of_scores(family: str, calibrated: boo
     after = logits(model, text)
     handle.remove()
     with torch.no_grad():
-        q, k, _ = kind.layout.project(first, inputs[0], kind.width(first))
+        q, k, _ = kind.project(first, inputs[0])
         new_q, new_k = second.normalise(q, k)
     for old_side, new_side in ((q, new_q), (k, new_k)):
         ratio = new_side.square().mean((0, 1, 2)).sqrt() / old_side.square().mean((0, 1, 2)).sqrt()
@@ -757,7 +757,7 @@ def test_peft_attaches(family: str) -> None:
     convert(model, coupling="leapfrog", share="k=v")
     before = logits(model, ids())
     name, layer = next(iter(FAMILIES[family].layers(model).items()))
-    parts = [part for part in FAMILIES[family].layout.projections if getattr(layer, part) is not None]
+    parts = [part for part in FAMILIES[family].projections if getattr(layer, part) is not None]
     targets = [f"{name.rpartition('.')[2]}.{part}" for part in parts]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -34,7 +34,7 @@ from qklab.attention.layer import Attention
 from qklab.attention.project import Latent
 from qklab.model import Decoder
 from qklab.optim import LogitControl, QKClip, Rows, attention_roles, layer_roles
-from qklab.optim.logit_control import Method, Norm
+from qklab.optim.logit_control import Method, NormKind
 from qklab.optim.norms import largest_singular_value
 from qklab.testing.grid import grid, randomised
 
@@ -70,7 +70,9 @@ def adamw(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("norm", ["frobenius", "spectral"])
-def test_every_kind_of_attention_starts_with_factors_of_exactly_one_and_the_bare_optimisers_step(norm: Norm) -> None:
+def test_every_kind_of_attention_starts_with_factors_of_exactly_one_and_the_bare_optimisers_step(
+    norm: NormKind,
+) -> None:
     for spec in [spec for spec in grid() if spec.norm == "none"][:: 5 if norm == "frobenius" else 23]:
         ours = randomised(Attention(spec))
         bare = copy.deepcopy(ours)

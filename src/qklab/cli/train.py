@@ -10,9 +10,7 @@ from qklab.attention.spec import AttentionSpec, CouplingSpec, LatentSpec
 from qklab.cli.flags import annotate_optional, collect_given, make_optional_flags
 from qklab.data.spec import DataSpec
 from qklab.model.spec import DecoderSpec
-from qklab.optim.control_spec import LogitControlSpec
-from qklab.optim.optimiser import OptimiserSpec
-from qklab.optim.schedule import ScheduleSpec
+from qklab.optim.spec import LogitControlSpec, OptimiserSpec, ScheduleSpec
 from qklab.train.spec import BatchSpec, BudgetSpec, EvaluationSpec, ExecutionSpec, RunSpec
 
 

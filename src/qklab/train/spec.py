@@ -14,9 +14,7 @@ from qklab.data.spec import DataSpec
 from qklab.model.decoder import RECOMPUTE, Recompute
 from qklab.model.recipes import recipe
 from qklab.model.spec import DecoderSpec
-from qklab.optim.control_spec import LogitControlSpec
-from qklab.optim.optimiser import OptimiserSpec
-from qklab.optim.schedule import ScheduleSpec
+from qklab.optim.spec import LogitControlSpec, OptimiserSpec, ScheduleSpec
 from qklab.runs.directory import RunError
 from qklab.runs.sinks import SINKS
 from qklab.schema import (

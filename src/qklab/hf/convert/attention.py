@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from qklab.attention.couple import Coupling
 from qklab.attention.norm import QKNorm
 from qklab.hf.convert.cache import POSITION, share_layer
-from qklab.hf.convert.families import Family
+from qklab.hf.families import ConvertibleFamily
 from qklab.ops.rope import apply_rope_without_gradient
 
 BACKENDS = ("eager", "sdpa")
@@ -36,10 +36,9 @@ class ConvertedAttention(nn.Module):
     Where key and value are one tensor s: key_j = R_j norm(s_j), value_j = s_j, and the cache holds s_j.
     """
 
-    family: Family
+    family: ConvertibleFamily
     couple: Coupling | None
     normalise: QKNorm | None
-    head_width: int
     rotary: tuple[Any, ...]  # the model's rotary module, in a tuple so that it is not registered a second time
     config: Any
     layer_idx: int
@@ -58,7 +57,7 @@ class ConvertedAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         backend = check_backend(self.config)
         cache = layer_past if past_key_values is None else past_key_values
-        q, k, v = self.family.layout.project(self, hidden_states, self.head_width)
+        q, k, v = self.family.project(self, hidden_states)
         if self.couple is not None:
             q, k = self.couple(q, k)
         if v is None:
@@ -71,10 +70,10 @@ class ConvertedAttention(nn.Module):
             if cache is not None:
                 k, v = cache.update(k, v, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(backend, self.eager)
-        extras = self.family.extras(self)
-        o, weights = attend(self, q, k, v, attention_mask, scaling=self.scaling, **extras, **kwargs)
+        options = self.family.attention_options(self)
+        o, weights = attend(self, q, k, v, attention_mask, scaling=self.scaling, **options, **kwargs)
         o = o.reshape(*hidden_states.shape[:-1], -1).contiguous()
-        return self.family.layout.finish(self, o), weights
+        return self.family.finish(self, o), weights
 
     def read_shared(
         self,
@@ -150,11 +149,12 @@ def lean(k: Tensor, cos: Tensor) -> bool:
 
 
 @functools.cache
-def converted_class(family: Family) -> type[ConvertedAttention]:
+def converted_class(kind: type[ConvertibleFamily]) -> type[ConvertedAttention]:
     """The family's attention class with our forward."""
+    family = kind()
     members = {
         "family": family,
         "eager": staticmethod(family.source.eager_attention_forward),
         "rotate": staticmethod(family.source.apply_rotary_pos_emb) if family.rotated else None,
     }
-    return type(f"Converted{family.attention}", (ConvertedAttention, family.attention_class), members)
+    return type(f"Converted{family.attention_class.__name__}", (ConvertedAttention, family.attention_class), members)

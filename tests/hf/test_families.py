@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from qklab.hf.watch import measure_largest
 from qklab.optim import LogitControl, QKClip, Rows, attention_roles, layer_roles
-from qklab.optim.watch_transformers import largest_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -91,8 +91,8 @@ class Call:
 @contextmanager
 def recording(model: nn.Module) -> Iterator[dict[str, Call]]:
     """Layer name → the last call of its attention function, eager or sdpa."""
-    names = {layer.module: name for name, layer in attention_roles(model).items()}
-    file: Any = sys.modules[type(next(module for module in names if module is not None)).__module__]
+    names: dict[Any, str] = {model.get_submodule(name): name for name in attention_roles(model)}
+    file: Any = sys.modules[type(next(iter(names))).__module__]
     functions = transformers.AttentionInterface._global_mapping
     eager, sdpa = file.eager_attention_forward, functions["sdpa"]
     calls: dict[str, Call] = {}
@@ -156,10 +156,12 @@ def test_doubling_the_rows_of_a_head_doubles_what_they_make_and_nothing_else(fam
     before, roles = recorded(model), attention_roles(model)
     assert len(roles) == 2
     for at, (name, layer) in enumerate(roles.items()):
-        expected = {"q", "k"} if family not in MLA else {"uq", "uk", "qr", "kr", "dkv"} | {"dq"} & set(layer.parts)
-        assert set(layer.parts) == expected
-        nope = getattr(layer.module, "qk_nope_head_dim", 0)
-        for symbol, part in layer.parts.items():
+        expected = (
+            {"q", "k"} if family not in MLA else {"uq", "uk", "qr", "kr", "dkv"} | {"dq"} & set(layer.projections)
+        )
+        assert set(layer.projections) == expected
+        nope = getattr(model.get_submodule(name), "qk_nope_head_dim", 0)
+        for symbol, part in layer.projections.items():
             for head in range(part.heads) if symbol in MAKES else ():
                 with multiplied(part, part.rows[head], 2.0):
                     after = recorded(model)
@@ -182,7 +184,7 @@ def test_every_logit_of_a_head_is_multiplied_when_its_rows_are(family: str) -> N
     before = recorded(model)[name].logits
     heads = layer.query.heads
     for head in range(heads):
-        parts = layer.parts
+        parts = layer.projections
         with multiplied(layer.query, layer.query.rows[head], 2.0):
             if "qr" in parts:
                 with multiplied(parts["qr"], parts["qr"].rows[head], 2.0):
@@ -192,9 +194,9 @@ def test_every_logit_of_a_head_is_multiplied_when_its_rows_are(family: str) -> N
         want = before.clone()
         want[:, head] *= 2
         assert torch.equal(after, want)
-    for head in range(layer.parts["k"].heads if "k" in layer.parts else 0):
-        group = heads // layer.parts["k"].heads
-        with multiplied(layer.parts["k"], layer.parts["k"].rows[head], 2.0):
+    for head in range(layer.projections["k"].heads if "k" in layer.projections else 0):
+        group = heads // layer.projections["k"].heads
+        with multiplied(layer.projections["k"], layer.projections["k"].rows[head], 2.0):
             after = recorded(model)[name].logits
         want = before.clone()
         want[:, head * group : (head + 1) * group] *= 2
@@ -208,11 +210,11 @@ def test_the_rows_of_a_latent_are_those_its_norm_divides_by(family: str) -> None
     without_epsilon(model)
     before, roles = recorded(model), attention_roles(model)
     for name, layer in roles.items():
-        assert ("dq" in layer.parts) == (family == "DeepSeek-V3")
+        assert ("dq" in layer.projections) == (family == "DeepSeek-V3")
         for symbol, side in (("dq", "query"), ("dkv", "key")):
-            if symbol not in layer.parts:
+            if symbol not in layer.projections:
                 continue
-            part = layer.parts[symbol]
+            part = layer.projections[symbol]
             assert part.bias is not None
             with multiplied(part, part.rows[0], 2.0):
                 after = recorded(model)[name]
@@ -228,12 +230,15 @@ def test_the_rows_of_a_latent_are_those_its_norm_divides_by(family: str) -> None
 
 @pytest.mark.parametrize("family", MLA)
 def test_the_gain_of_a_latent_is_found_where_there_is_one(family: str) -> None:
-    for layer in attention_roles(build(family)).values():
-        module: Any = layer.module
-        gain = module.q_a_layernorm.weight if "dq" in layer.parts else None
-        assert all(layer.parts[symbol].gain is gain for symbol in ("uq", "qr"))
-        assert layer.parts["uk"].gain is module.kv_a_layernorm.weight
-        assert all(layer.parts[symbol].gain is None for symbol in ("dkv", "kr", "dq") if symbol in layer.parts)
+    model = build(family)
+    for name, layer in attention_roles(model).items():
+        module: Any = model.get_submodule(name)
+        gain = module.q_a_layernorm.weight if "dq" in layer.projections else None
+        assert all(layer.projections[symbol].gain is gain for symbol in ("uq", "qr"))
+        assert layer.projections["uk"].gain is module.kv_a_layernorm.weight
+        assert all(
+            layer.projections[symbol].gain is None for symbol in ("dkv", "kr", "dq") if symbol in layer.projections
+        )
 
 
 def test_under_qk_norm_the_rows_of_a_head_still_make_that_head_alone() -> None:
@@ -242,7 +247,7 @@ def test_under_qk_norm_the_rows_of_a_head_still_make_that_head_alone() -> None:
     before, roles = recorded(model), attention_roles(model)
     for name, layer in roles.items():
         assert layer.qk_norm
-        for (symbol, part), side in zip(layer.parts.items(), ("query", "key"), strict=True):
+        for (symbol, part), side in zip(layer.projections.items(), ("query", "key"), strict=True):
             assert symbol == side[0]
             for head in range(part.heads):
                 with multiplied(part, part.rows[head], 2.0):
@@ -263,7 +268,10 @@ def test_under_qk_norm_quack_and_clipping_refuse_and_a_fixed_rate_works() -> Non
     plain = copy.deepcopy(model)
     optimiser = LogitControl(adamw(model), roles, 0.25, method="fixed")
     compare_updates(
-        model, plain, optimiser, {id(t): 0.25 for r in roles.values() for p in r.parts.values() for t in p.tensors}
+        model,
+        plain,
+        optimiser,
+        {id(t): 0.25 for r in roles.values() for p in r.projections.values() for t in p.tensors},
     )
 
 
@@ -321,13 +329,13 @@ def test_layers_that_only_look_alike_are_not_taken_for_attention() -> None:
 def test_a_layer_that_fsdp_gave_another_class_is_still_found(family: str) -> None:
     model = build(family)
     want = attention_roles(model)
-    for layer in want.values():
-        module: Any = layer.module
+    for name in want:
+        module: Any = model.get_submodule(name)
         module.__class__ = type(f"FSDP{type(module).__name__}", (type(module),), {})
     found = attention_roles(model)
     assert [*found] == [*want]
     for name, symbol in itertools.product(want, "qk"):
-        assert torch.equal(found[name].parts[symbol].rows, want[name].parts[symbol].rows)
+        assert torch.equal(found[name].projections[symbol].rows, want[name].projections[symbol].rows)
 
 
 def test_gpt2_with_cross_attention_is_refused() -> None:
@@ -400,7 +408,7 @@ def test_watching_changes_no_output_and_no_gradient(
     results = []
     for control, seed in ((None, 3), (watched, 3), (None, 4)):
         model = build(family, attention, **({} if family == "GPT-2" else {"attention_dropout": 0.3}))
-        layers: list[Any] = [layer.module for layer in attention_roles(model).values()]
+        layers: list[Any] = [model.get_submodule(name) for name in attention_roles(model)]
         if family == "GPT-2":
             for layer in layers:
                 layer.attn_dropout.p = 0.3
@@ -568,7 +576,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_visible_pairs_of_every_implementation(case: Case, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against a loop over pairs; two queries at a time, so that chunks meet their own rows of the masks."""
-    monkeypatch.setattr("qklab.optim.watch_transformers.ROWS", 2)
+    monkeypatch.setattr("qklab.hf.watch.ROWS", 2)
     drawn = torch.Generator().manual_seed(5)
     query = torch.randn(case.batch, 4, case.queries, 3, generator=drawn, dtype=torch.float64)
     key = torch.randn(case.batch, 2, case.keys, 3, generator=drawn, dtype=torch.float64)
@@ -579,7 +587,7 @@ def test_visible_pairs_of_every_implementation(case: Case, bias: bool, monkeypat
 
         mask = create_block_mask(is_even, case.batch, None, case.queries, case.keys, "cpu")
     options = {"scaling": 0.7, "position_bias": added} | case.options
-    found = largest_of(case.name, nn.Identity(), query, key, mask, options)
+    found = measure_largest(case.name, nn.Identity(), query, key, mask, options)
     want = torch.full((4,), -math.inf, dtype=torch.float64)
     for b, h, i, j in itertools.product(range(case.batch), range(4), range(case.queries), range(case.keys)):
         if case.visits(b, i, j):
@@ -680,7 +688,7 @@ def test_factors_are_one_at_first_and_then_those_computed_by_hand(family: str) -
     """The weights are changed by head and by a lot, so that norms rise, fall, and fall below their floor."""
     model = build(family)
     roles = attention_roles(model)
-    initial = {name: norms(family, layer.module) for name, layer in roles.items()}
+    initial = {name: norms(family, model.get_submodule(name)) for name in roles}
     optimiser = LogitControl(adamw(model), roles, tau=0.5)
     model(input_ids=ids(), labels=ids()).loss.backward()
     optimiser.step()
@@ -689,13 +697,13 @@ def test_factors_are_one_at_first_and_then_those_computed_by_hand(family: str) -
     drawn = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for layer in roles.values():
-            for part in layer.parts.values():
+            for part in layer.projections.values():
                 for rows in part.rows:
                     factor = float(torch.empty(()).uniform_(math.log(0.15), math.log(4), generator=drawn).exp())
                     (part.weight if part.axis == 0 else part.weight.T)[rows] *= factor
                     if part.bias is not None:
                         part.bias[rows] *= factor
-    now = {name: norms(family, layer.module) for name, layer in roles.items()}
+    now = {name: norms(family, model.get_submodule(name)) for name in roles}
     plain = copy.deepcopy(model)
     optimiser.zero_grad()
     plain.zero_grad()
@@ -703,7 +711,7 @@ def test_factors_are_one_at_first_and_then_those_computed_by_hand(family: str) -
     scales: dict[int, Tensor] = {}
     wanted = {name: by_hand(now[name], initial[name]) for name in roles}
     for name, layer in roles.items():
-        for symbol, part in layer.parts.items():
+        for symbol, part in layer.projections.items():
             for head, rows in enumerate(part.rows):
                 scale = scales.setdefault(id(part.weight), torch.ones_like(part.weight))
                 (scale if part.axis == 0 else scale.T)[rows] = 0.5 * wanted[name][symbol][head]

@@ -275,7 +275,7 @@ def read_own_layer(module: Attention) -> LayerRoles:
     return LayerRoles(
         rows,
         coupling=coupling_kind(module.couple),
-        qk_norm=module.normalise is not None,
+        qk_norm=spec.norm != "none",
         key_is_value=spec.key_is_value,
         biased=spec.asymmetry_2d,
         watch=functools.partial(setattr, module, "watched"),

@@ -1,7 +1,6 @@
 """Preparing under adverse conditions: killed, out of disk, out of luck, together with others, on damaged files."""
 
 import errno
-import importlib
 import os
 import signal
 import subprocess
@@ -15,10 +14,8 @@ from typing import Any
 
 import pytest
 
-from qklab.data import Corpus, DataError, DataSpec, prepare, workers, writing
-from qklab.data.progress import Progress
-
-preparing = importlib.import_module("qklab.data.prepare")  # the name in the package is the function's
+from qklab.data import Corpus, DataError, DataSpec, prepare_corpus, shards, workers
+from qklab.data import prepare as preparing
 
 
 class Killed(BaseException):
@@ -27,7 +24,7 @@ class Killed(BaseException):
 
 @pytest.fixture(autouse=True)
 def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "SHARD_TOKENS", 6000)
+    monkeypatch.setattr(shards, "SHARD_TOKENS", 6000)
 
 
 def spec_of(source: Path, **more: Any) -> DataSpec:
@@ -59,23 +56,23 @@ def test_killed_at_any_rename_it_goes_on_and_ends_bit_equal(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: bool
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda handle: None)  # a power cut is not what is tested, and it takes long
-    whole = contents(prepare(spec_of(folder), out=tmp_path / "whole").folder)
+    whole = contents(prepare_corpus(spec_of(folder), out=tmp_path / "whole").folder)
     out, replace, kills = tmp_path / "out", os.replace, 0
     for number in range(1000):
         with monkeypatch.context() as patch:
             patch.setattr(os, "replace", fail_at(number, replace, Killed(), after))
             try:
-                prepare(spec_of(folder), out=tmp_path / f"{number}")
+                prepare_corpus(spec_of(folder), out=tmp_path / f"{number}")
                 break
             except Killed:
                 kills += 1
-        assert contents(prepare(spec_of(folder), out=tmp_path / f"{number}").folder) == whole
+        assert contents(prepare_corpus(spec_of(folder), out=tmp_path / f"{number}").folder) == whole
     assert kills >= 15
     for _ in range(100):  # and killed again and again, at the rename that makes one more shard count
         with monkeypatch.context() as patch:
             patch.setattr(os, "replace", fail_at(8, replace, Killed(), after=True))
             try:
-                prepare(spec_of(folder), out=out)
+                prepare_corpus(spec_of(folder), out=out)
                 break
             except Killed:
                 continue
@@ -84,80 +81,80 @@ def test_killed_at_any_rename_it_goes_on_and_ends_bit_equal(
 
 def test_finished_shards_are_not_tokenised_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(writing.ShardWriter, "finish", fail_at(0, lambda *_: None, Killed(), after=False))
+        patch.setattr(shards.ShardWriter, "finish", fail_at(0, lambda *_: None, Killed(), after=False))
         with pytest.raises(Killed):
-            prepare(spec_of(folder), out=tmp_path / "out")
-    shards = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("train-*.bin")}
-    assert shards
-    monkeypatch.setattr("qklab.data.plan.scanned", lambda *_: pytest.fail("read and planned again"))
-    prepare(spec_of(folder), out=tmp_path / "out")
-    assert shards.items() <= {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out").glob("train-*.bin")}.items()
+            prepare_corpus(spec_of(folder), out=tmp_path / "out")
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("train-*.bin")}
+    assert before
+    monkeypatch.setattr("qklab.data.scan.scan_source", lambda *_: pytest.fail("read and planned again"))
+    prepare_corpus(spec_of(folder), out=tmp_path / "out")
+    assert before.items() <= {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out").glob("train-*.bin")}.items()
 
 
 def test_an_unfinished_shard_that_was_damaged_is_made_again(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = contents(prepare(spec_of(folder), out=tmp_path / "whole").folder)
+    whole = contents(prepare_corpus(spec_of(folder), out=tmp_path / "whole").folder)
     with monkeypatch.context() as patch:
-        patch.setattr(writing.ShardWriter, "finish", fail_at(0, lambda *_: None, Killed(), after=False))
+        patch.setattr(shards.ShardWriter, "finish", fail_at(0, lambda *_: None, Killed(), after=False))
         with pytest.raises(Killed):
-            prepare(spec_of(folder), out=tmp_path / "out")
+            prepare_corpus(spec_of(folder), out=tmp_path / "out")
     shard = tmp_path / "out" / "train-00000.bin"
     shard.write_bytes(shard.read_bytes()[:-2] + b"zz")
     (tmp_path / "out" / ".train-00001.bin.1.tmp").write_bytes(b"half-writ")
-    assert contents(prepare(spec_of(folder), out=tmp_path / "out").folder) == whole
+    assert contents(prepare_corpus(spec_of(folder), out=tmp_path / "out").folder) == whole
 
 
 def test_a_source_that_changes_in_between_is_noticed(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(writing.ShardWriter, "finish", fail_at(0, lambda *_: None, Killed(), after=False))
+        patch.setattr(shards.ShardWriter, "finish", fail_at(0, lambda *_: None, Killed(), after=False))
         with pytest.raises(Killed):
-            prepare(spec_of(folder), out=tmp_path / "out")
+            prepare_corpus(spec_of(folder), out=tmp_path / "out")
     with pytest.raises(DataError, match="holds an unfinished corpus of another spec"):
-        prepare(spec_of(folder, valid=0.2), out=tmp_path / "out")
+        prepare_corpus(spec_of(folder, valid=0.2), out=tmp_path / "out")
     text = (folder / "a.txt").read_text()
     (folder / "a.txt").write_text(text[:-30] + "x" + text[-29:])
     with pytest.raises(DataError, match="the source has changed since"):
-        prepare(spec_of(folder), out=tmp_path / "out")
+        prepare_corpus(spec_of(folder), out=tmp_path / "out")
     (folder / "a.txt").write_text(text)
-    prepare(spec_of(folder), out=tmp_path / "out").verify()
+    prepare_corpus(spec_of(folder), out=tmp_path / "out").verify()
 
 
 def test_a_source_that_changes_meanwhile_is_noticed(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planned = preparing.planned
+    scan_or_resume = preparing.scan_or_resume
 
     def then_changed(*arguments: Any) -> Any:
-        plan = planned(*arguments)
+        plan = scan_or_resume(*arguments)
         (folder / "a.txt").write_text("something else\n<|endoftext|>\n" + (folder / "a.txt").read_text())
         return plan
 
-    monkeypatch.setattr(preparing, "planned", then_changed)
+    monkeypatch.setattr(preparing, "scan_or_resume", then_changed)
     with pytest.raises(DataError, match="the source has changed since"):
-        prepare(spec_of(folder), out=tmp_path / "out")
+        prepare_corpus(spec_of(folder), out=tmp_path / "out")
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
 def test_a_full_disk_is_one_sentence_and_loses_nothing(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = contents(prepare(spec_of(folder), out=tmp_path / "whole").folder)
+    whole = contents(prepare_corpus(spec_of(folder), out=tmp_path / "whole").folder)
     full, fsync = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), os.fsync
     for number in range(0, 40, 3):
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", fail_at(number, fsync, full, after=False))
             with pytest.raises(DataError, match="cannot be written: No space left on device; finished shards are kept"):
-                prepare(spec_of(folder), out=tmp_path / str(number))
+                prepare_corpus(spec_of(folder), out=tmp_path / str(number))
         assert not list((tmp_path / str(number)).glob(".*.tmp"))
-        assert contents(prepare(spec_of(folder), out=tmp_path / str(number)).folder) == whole
+        assert contents(prepare_corpus(spec_of(folder), out=tmp_path / str(number)).folder) == whole
 
 
 def test_a_folder_that_cannot_be_made_is_one_sentence(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"out cannot be written: Not a directory"):
-        prepare(spec_of(folder), out=folder / "a.txt" / "out")
+        prepare_corpus(spec_of(folder), out=folder / "a.txt" / "out")
 
 
 def test_a_second_preparation_waits_for_the_first(folder: Path, tmp_path: Path) -> None:
@@ -165,17 +162,17 @@ def test_a_second_preparation_waits_for_the_first(folder: Path, tmp_path: Path) 
 
     def second() -> None:
         told = lambda what, done, total: said.set() if "another process is preparing" in what else None  # noqa: E731
-        hashes.append(prepare(spec_of(folder), out=out, progress=told).hash)
+        hashes.append(prepare_corpus(spec_of(folder), out=out, progress=told).hash)
 
-    (out / writing.UNFINISHED).mkdir(parents=True)
+    (out / shards.UNFINISHED).mkdir(parents=True)
     thread = threading.Thread(target=second)
-    with preparing.alone(out, Progress(False)):
+    with preparing.lock_folder(out, lambda *_: None):
         thread.start()
         assert said.wait(20)
         assert not hashes
     thread.join(20)
-    assert hashes == [prepare(spec_of(folder), out=out).hash]
-    assert not (out / writing.UNFINISHED).exists()
+    assert hashes == [prepare_corpus(spec_of(folder), out=out).hash]
+    assert not (out / shards.UNFINISHED).exists()
 
 
 def flipped(path: Path) -> None:
@@ -190,7 +187,7 @@ def truncated(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [flipped, truncated, Path.unlink])
 def test_every_damaged_file_is_found(folder: Path, tmp_path: Path, damage: Callable[[Path], None]) -> None:
-    corpus = prepare(spec_of(folder, tokenizer="bpe", vocab=280), out=tmp_path / "out")
+    corpus = prepare_corpus(spec_of(folder, tokenizer="bpe", vocab=280), out=tmp_path / "out")
     for path in corpus.folder.iterdir():
         raw = path.read_bytes()
         damage(path)
@@ -212,7 +209,7 @@ def test_a_folder_that_is_no_corpus_is_told(tmp_path: Path) -> None:
 def test_a_worker_that_dies_is_one_sentence(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparing, "FEW_BYTES", 0)
     monkeypatch.setattr(preparing, "BATCH_BYTES", 200)
-    started, start = [], workers.start
+    started, start = [], workers.start_worker
 
     def start_and_kill(*arguments: str) -> subprocess.Popen[bytes]:
         started.append(start(*arguments))
@@ -220,9 +217,9 @@ def test_a_worker_that_dies_is_one_sentence(folder: Path, tmp_path: Path, monkey
             started[1].kill()
         return started[-1]
 
-    monkeypatch.setattr(workers, "start", start_and_kill)
+    monkeypatch.setattr(workers, "start_worker", start_and_kill)
     with pytest.raises(DataError, match=r"a process that tokenises has ended \(code -9; is memory short\?\)"):
-        prepare(spec_of(folder), out=tmp_path / "out", workers=2)
+        prepare_corpus(spec_of(folder), out=tmp_path / "out", workers=2)
     assert [process.returncode for process in started] == [-9, -9]
 
 
@@ -230,28 +227,27 @@ def test_a_tokenizer_that_is_damaged_in_between_is_trained_again(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = spec_of(folder, tokenizer="bpe", vocab=300)
-    whole = contents(prepare(spec, out=tmp_path / "whole").folder)
+    whole = contents(prepare_corpus(spec, out=tmp_path / "whole").folder)
     with monkeypatch.context() as patch:
-        patch.setattr(writing.ShardWriter, "finish", fail_at(0, lambda *_: None, Killed(), after=False))
+        patch.setattr(shards.ShardWriter, "finish", fail_at(0, lambda *_: None, Killed(), after=False))
         with pytest.raises(Killed):
-            prepare(spec, out=tmp_path / "out")
+            prepare_corpus(spec, out=tmp_path / "out")
     flipped(tmp_path / "out" / "tokenizer.json")
-    assert contents(prepare(spec, out=tmp_path / "out").folder) == whole
+    assert contents(prepare_corpus(spec, out=tmp_path / "out").folder) == whole
 
 
 def test_the_last_words_of_a_worker_are_passed_on() -> None:
     with pytest.raises(DataError, match=r"a process that trains the tokenizer has ended \(ValueError: invalid literal"):
-        workers.trained_definition([[b"text"]], "many")  # pyright: ignore[reportArgumentType]
+        workers.train_in_worker([[b"text"]], "many")  # pyright: ignore[reportArgumentType]
 
 
 PROGRAM = """
-    import sys, importlib, signal
+    import sys, signal
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell begins with it ignored
-    from qklab.data import DataSpec, prepare, writing
-    preparing = importlib.import_module("qklab.data.prepare")
-    preparing.FEW_BYTES, preparing.BATCH_BYTES, writing.SHARD_TOKENS = 0, 20_000, 50_000
+    from qklab.data import DataSpec, prepare as preparing, prepare_corpus, shards
+    preparing.FEW_BYTES, preparing.BATCH_BYTES, shards.SHARD_TOKENS = 0, 20_000, 50_000
     told = lambda what, done, total: print(what, done, flush=True)
-    prepare(DataSpec(source=sys.argv[1], vocab=400), out=sys.argv[2], workers=2, progress=told)
+    prepare_corpus(DataSpec(source=sys.argv[1], vocab=400), out=sys.argv[2], workers=2, progress=told)
 """
 
 
@@ -305,25 +301,25 @@ def test_a_killed_process_leaves_no_worker_and_is_continued(
     assert not running(workers_of)
     assert process.stdout
     process.stdout.close()
-    finished = len(list((out / writing.UNFINISHED).glob("train-*.json")))
+    finished = len(list((out / shards.UNFINISHED).glob("train-*.json")))
     assert finished >= 1
-    monkeypatch.setattr(writing, "SHARD_TOKENS", 50_000)
+    monkeypatch.setattr(shards, "SHARD_TOKENS", 50_000)
     spec = DataSpec(source=str(large), vocab=400)
-    assert prepare(spec, out=out).hash == prepare(spec, out=tmp_path / "whole").hash
+    assert prepare_corpus(spec, out=out).hash == prepare_corpus(spec, out=tmp_path / "whole").hash
     assert contents(out) == contents(tmp_path / "whole")
 
 
 MEASURE = """
     import sys
-    from qklab.data import DataSpec, prepare, workers
+    from qklab.data import DataSpec, prepare_corpus, workers
     def peak(process):
         return next(int(line.split()[1]) for line in open(f"/proc/{process}/status") if line.startswith("VmHWM"))
-    stop, before = workers.stop, peak("self")
+    stop, before = workers.stop_worker, peak("self")
     def measured(process):
         print(peak(process.pid))
         stop(process)
-    workers.stop = measured
-    prepare(DataSpec(source=sys.argv[1], tokenizer=sys.argv[3]), out=sys.argv[2], workers=2)
+    workers.stop_worker = measured
+    prepare_corpus(DataSpec(source=sys.argv[1], tokenizer=sys.argv[3]), out=sys.argv[2], workers=2)
     print(peak("self") - before)
 """
 

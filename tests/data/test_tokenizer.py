@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qklab.data import DataError, Tokenizer, encoder
-from qklab.data.workers import trained_definition
+from qklab.data import DataError, Tokenizer
+from qklab.data import tokenizer as subject
+from qklab.data.tokenizer import ChunkCache, build_bpe, train_bpe
 
 SHARED = os.environ.get("QKLAB_DATA")
 # "\x1c" and "\x1f" are white space to Python but not to GPT-2's pattern, so that tokens are learnt across them
@@ -22,7 +23,7 @@ TEXT = (
 
 @pytest.fixture(scope="module")
 def bpe() -> Tokenizer:
-    return Tokenizer(trained_definition([[TEXT.encode()]], 400))
+    return Tokenizer(train_bpe(iter([TEXT]), 400))
 
 
 @pytest.fixture(scope="module", params=["bytes", "bpe"])
@@ -40,12 +41,12 @@ texts = st.lists(st.one_of(spaces, words, st.characters(codec="utf-8")), max_siz
 @settings(max_examples=400, deadline=None)
 @given(text=texts)
 def test_cutting_into_cached_chunks_changes_no_token(bpe: Tokenizer, text: str) -> None:
-    whole = encoder.byte_level(bpe.definition).encode(text, add_special_tokens=False).ids
+    whole = build_bpe(bpe.definition).encode(text, add_special_tokens=False).ids
     assert bpe.encode([text])[0].tolist() == whole
 
 
 def test_ordinary_text_is_cut_as_the_pattern_says(bpe: Tokenizer) -> None:
-    whole = encoder.byte_level(bpe.definition).encode(TEXT, add_special_tokens=False).ids
+    whole = build_bpe(bpe.definition).encode(TEXT, add_special_tokens=False).ids
     assert bpe.encode([TEXT])[0].tolist() == whole
 
 
@@ -59,10 +60,10 @@ def test_every_text_comes_back_and_every_byte_is_counted(tokenizer: Tokenizer, t
 
 
 def test_a_full_cache_forgets_without_changing_tokens(bpe: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoder, "CACHED_CHUNKS", 4)
+    monkeypatch.setattr(subject, "CACHED_CHUNKS", 4)
     small = Tokenizer(bpe.definition)
     assert small.encode([TEXT])[0].tolist() == bpe.encode([TEXT])[0].tolist()
-    chunks = encoder.Chunks(bpe.definition)
+    chunks = ChunkCache(bpe.definition, bpe.dtype)
     for i in range(100):
         assert chunks[f" word{i}"]
     assert len(chunks) <= 4
@@ -96,9 +97,9 @@ def test_save_and_load(tokenizer: Tokenizer, tmp_path: Path) -> None:
 
 
 def test_training_is_repeatable_and_hashes_tell_tokenizers_apart(bpe: Tokenizer) -> None:
-    again = Tokenizer(trained_definition([[TEXT.encode()]], 400))
+    again = Tokenizer(train_bpe(iter([TEXT]), 400))
     assert again.hash == bpe.hash
-    assert Tokenizer(trained_definition([[TEXT.encode()]], 300)).hash != bpe.hash
+    assert Tokenizer(train_bpe(iter([TEXT]), 300)).hash != bpe.hash
     assert Tokenizer.bytes().hash != bpe.hash
 
 
@@ -128,7 +129,7 @@ def test_gpt2() -> None:
     assert (tokenizer.vocab, tokenizer.eot) == (50257, 50256)
     assert tokenizer.encode(["Hello world"])[0].tolist() == [15496, 995]
     assert tokenizer.dtype == np.uint16
-    whole = encoder.byte_level(tokenizer.definition).encode(TEXT, add_special_tokens=False).ids
+    whole = build_bpe(tokenizer.definition).encode(TEXT, add_special_tokens=False).ids
     assert tokenizer.encode([TEXT])[0].tolist() == whole
 
 

@@ -15,7 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qklab.cli import main
-from qklab.data import DataSpec, Tokenizer, encoder, prepare
+from qklab.data import DataSpec, Tokenizer, prepare_corpus
+from qklab.data.tokenizer import train_bpe
 from qklab.hf import QKLabForCausalLM, to_transformers
 from qklab.hf.export import export, fast_tokenizer
 from qklab.runs import RunDirectory
@@ -51,7 +52,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = folder / "licence.txt"
     text.write_text("\n<|endoftext|>\n".join(p[:60] for p in paragraphs) + "\n<|endoftext|>\n", encoding="utf-8")
     spec = DataSpec(source=str(text), tokenizer="bytes", valid=0.3, test=0.1)
-    return prepare(spec, out=folder / "it", workers=1).folder
+    return prepare_corpus(spec, out=folder / "it", workers=1).folder
 
 
 def trained(corpus: Path, folder: Path, **changes: Any) -> Path:
@@ -148,7 +149,7 @@ def test_a_missing_or_old_transformers_is_one_sentence(
 
 def definitions() -> dict[str, Tokenizer]:
     texts = iter(["don't stop don't stop the licence " * 4, "日本日本"])
-    return {"bytes": Tokenizer.bytes(), "bpe": Tokenizer(encoder.trained(texts, 300))}
+    return {"bytes": Tokenizer.bytes(), "bpe": Tokenizer(train_bpe(texts, 300))}
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from qklab.data import Corpus, DataSpec, prepare
+from qklab.data import Corpus, DataSpec, prepare_corpus
 from qklab.model.diagnose import diagnose
 from qklab.report import inspect as subject
 from qklab.report.inspect import attention_of, inspect
@@ -43,7 +43,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     paragraphs = [p.strip() for p in (ROOT / "LICENSE").read_text(encoding="utf-8").split("\n\n")]
     text = folder / "licence.txt"
     text.write_text("\n<|endoftext|>\n".join(p[:40] for p in paragraphs) + "\n<|endoftext|>\n", encoding="utf-8")
-    return prepare(
+    return prepare_corpus(
         DataSpec(source=str(text), tokenizer="bytes", valid=0.3, test=0.1), out=folder / "it", workers=1
     ).folder
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from small_study import Told, carried_out, comparable, drive, small
 
-from qklab.data import DataSpec, prepare
+from qklab.data import DataSpec, prepare_corpus
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # clusters of two test processes share a token's file, and collide
 
@@ -36,7 +36,7 @@ def corpus(common: Path) -> str:
             paragraphs = LICENCE.read_text(encoding="utf-8").split("\n\n")
             text.write_text("\n<|endoftext|>\n".join(paragraphs) + "\n", encoding="utf-8")
         spec = DataSpec(source=str(text), tokenizer="bytes", valid=0.1, test=0.1)
-        return str(prepare(spec, out=common / "corpus", workers=1).folder)
+        return str(prepare_corpus(spec, out=common / "corpus", workers=1).folder)
 
 
 @pytest.fixture(scope="session")

@@ -218,7 +218,7 @@ def test_a_study_is_stopped_while_its_corpus_is_prepared(
         os.kill(os.getpid(), number)
         time.sleep(120)
 
-    monkeypatch.setattr(execute, "prepare", prepare)
+    monkeypatch.setattr(execute, "prepare_corpus", prepare)
     sentence = f"^stopped by {number.name} while its corpora were prepared; the same command continues"
     with pytest.raises(StudyInterrupted, match=sentence):
         carried_out(small(corpus), tmp_path / "study")
@@ -267,7 +267,7 @@ def test_a_finished_study_is_left_alone_even_without_its_corpus(
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("nothing is left to do")
 
-    monkeypatch.setattr(execute, "prepare", refuse)
+    monkeypatch.setattr(execute, "prepare_corpus", refuse)
     monkeypatch.setattr(execute, "Nursery", refuse)
     folder = shutil.copytree(undisturbed_folder, tmp_path / "study")
     results = carried_out(small(corpus), folder)

@@ -18,7 +18,7 @@ import pytest
 import torch
 from fsspec.spec import AbstractFileSystem
 
-from qklab.data import DataSpec, prepare
+from qklab.data import DataSpec, prepare_corpus
 from qklab.runs import MetricsFile, RunDirectory
 from qklab.runs.files import write_json
 from qklab.study import carry, mirror, remote
@@ -1231,7 +1231,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunSpec, ExecutionSp
     folder = tmp_path_factory.mktemp("corpus")
     paragraphs = (Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8").split("\n\n")
     (folder / "licence.txt").write_text("\n<|endoftext|>\n".join(paragraphs) + "\n", encoding="utf-8")
-    corpus = prepare(
+    corpus = prepare_corpus(
         DataSpec(source=str(folder / "licence.txt"), tokenizer="bytes", valid=0.1, test=0.1),
         out=folder / "prepared",
         workers=1,

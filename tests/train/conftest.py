@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tiny import Settings, tiny
 
-from qklab.data import DataSpec, prepare
+from qklab.data import DataSpec, prepare_corpus
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -22,7 +22,7 @@ def prepared_licence(folder: Path) -> Path:
     text = folder / "licence.txt"
     text.write_text("\n<|endoftext|>\n".join(paragraphs) + "\n<|endoftext|>\n", encoding="utf-8")
     spec = DataSpec(source=str(text), tokenizer="bytes", valid=0.15, test=0.1)
-    return prepare(spec, out=folder / "prepared", workers=1).folder
+    return prepare_corpus(spec, out=folder / "prepared", workers=1).folder
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tiny import Settings
 
-from qklab.data import DataSpec, prepare
+from qklab.data import DataSpec, prepare_corpus
 from qklab.model.decoder import Decoder
 from qklab.runs import RunDirectory, RunError
 from qklab.schema import SpecError
@@ -62,7 +62,7 @@ def test_perplexity_and_bits_per_byte_are_those_of_the_whole_split(settings: Set
     summary = train(spec, tmp_path / "run", execution).summary
     assert summary is not None
     model, tokenizer = load(tmp_path / "run")
-    corpus = prepare(spec.corpus)
+    corpus = prepare_corpus(spec.corpus)
     split = corpus.splits["valid"]
     nats, tokens = 0.0, 0
     with torch.no_grad():
@@ -81,7 +81,7 @@ def test_perplexity_and_bits_per_byte_are_those_of_the_whole_split(settings: Set
 
 
 def test_the_unigram_loss_is_the_cross_entropy_of_the_training_frequencies(corpus_folder: Path) -> None:
-    corpus = prepare(DataSpec(source=str(corpus_folder)))
+    corpus = prepare_corpus(DataSpec(source=str(corpus_folder)))
     train_ids = corpus.splits["train"].read(0, corpus.splits["train"].tokens).tolist()
     valid_ids = corpus.splits["valid"].read(0, corpus.splits["valid"].tokens).tolist()
     total = len(train_ids) + corpus.tokenizer.vocab
@@ -310,7 +310,7 @@ def test_another_tokenizer_is_refused(settings: Settings, tmp_path: Path) -> Non
     text = tmp_path / "text.txt"
     text.write_text("\n<|endoftext|>\n".join(f"{word} and more of it, " * 40 for word in "abcdefghijklmnop"))
     prepared = [
-        prepare(DataSpec(source=str(text), tokenizer=t, vocab=300, valid=0.2), out=tmp_path / t)
+        prepare_corpus(DataSpec(source=str(text), tokenizer=t, vocab=300, valid=0.2), out=tmp_path / t)
         for t in ("bytes", "bpe")
     ]
     spec, execution = settings(corpus={"source": str(tmp_path / "link")}, model={"vocab": 320})

@@ -27,16 +27,16 @@ class Batch(NamedTuple):
         moved = (None if tensor is None else tensor.to(device, non_blocking=True) for tensor in self)
         return Batch(*moved)  # pyright: ignore[reportArgumentType]
 
-    def pinned(self) -> "Batch":
+    def pin_memory(self) -> "Batch":
         return Batch(*(None if tensor is None else tensor.pin_memory() for tensor in self))  # pyright: ignore[reportArgumentType]
 
-    def parts(self, rows: int) -> list["Batch"]:
+    def micro_batches(self, rows: int) -> list["Batch"]:
         """Micro-batches of `rows` rows."""
         starts = range(0, len(self.ids), rows)
         return [Batch(*(None if t is None else t[i : i + rows] for t in self)) for i in starts]  # pyright: ignore[reportArgumentType]
 
 
-def batch_of(windows: Windows) -> Batch:
+def make_batch(windows: Windows) -> Batch:
     ids = torch.from_numpy(windows.ids)
     segments = None if windows.segments is None else torch.from_numpy(windows.segments[:, :-1].copy())
     return Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), segments)
@@ -56,8 +56,8 @@ class Batches:
     def _make(self, step: int) -> None:
         try:
             while not self.closed.is_set():
-                batch = batch_of(self.order.rows(step, self.rank, self.world))
-                self._put(batch.pinned() if self.device.type == "cuda" else batch)
+                batch = make_batch(self.order.rows(step, self.rank, self.world))
+                self._put(batch.pin_memory() if self.device.type == "cuda" else batch)
                 step += 1
         except BaseException as error:
             self._put(error)
@@ -94,7 +94,7 @@ class EvaluationWindows:
     def __len__(self) -> int:
         return -(-self.split.tokens // self.context)
 
-    def chosen(self, tokens: int | None) -> np.ndarray:
+    def select_windows(self, tokens: int | None) -> np.ndarray:
         """All windows, or evenly spread ones with about `tokens` targets."""
         if tokens is None or tokens >= self.split.tokens:
             return np.arange(len(self))

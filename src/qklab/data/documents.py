@@ -19,7 +19,7 @@ from qklab.data.spec import DataError, DataSpec
 SAMPLE_BYTES = 2**25
 
 
-class Selected(NamedTuple):
+class SelectedDocument(NamedTuple):
     """A document, its split, 16 bytes that stand for its text, and how far the source has been read."""
 
     raw: bytes
@@ -28,14 +28,14 @@ class Selected(NamedTuple):
     position: int
 
 
-def uniform(digest: bytes) -> float:
+def hash_to_unit_interval(digest: bytes) -> float:
     """A number in [0, 1) that 8 bytes of a digest stand for."""
     return int.from_bytes(digest, "big") / 2**64
 
 
-def split_by_hash(digest: bytes, spec: DataSpec, kept: frozenset[str]) -> str:
+def choose_split(digest: bytes, spec: DataSpec, kept: frozenset[str]) -> str:
     """The split of a document whose file names none; splits in `kept` have files of their own."""
-    number, below = uniform(digest[:8]), 0.0
+    number, below = hash_to_unit_interval(digest[:8]), 0.0
     for split, share in (("test", spec.test), ("valid", spec.valid)):
         below += share
         if number < below and split not in kept:
@@ -43,29 +43,29 @@ def split_by_hash(digest: bytes, spec: DataSpec, kept: frozenset[str]) -> str:
     return "train"
 
 
-def selected(source: Source, spec: DataSpec, dropped: Counter[str]) -> Iterator[Selected]:
+def select_documents(source: Source, spec: DataSpec, dropped: Counter[str]) -> Iterator[SelectedDocument]:
     """The documents of the corpus in order; `dropped` counts what was left out: "empty", or duplicates by split."""
     held_out: dict[bytes, str] = {}
     train_bytes = 0
-    for raw, told, position in source.documents():
+    for raw, own_split, position in source.read_documents():
         if not raw.strip():
             dropped["empty"] += 1
             continue
         digest = hashlib.blake2b(raw, digest_size=16).digest()
-        split = told if told in ("valid", "test") else split_by_hash(digest, spec, source.splits)
+        split = own_split if own_split in ("valid", "test") else choose_split(digest, spec, source.splits)
         if held_out.get(digest, split) != split:
             dropped[split] += 1
             continue
-        if told in ("valid", "test"):
+        if own_split in ("valid", "test"):
             held_out[digest] = split
         if split == "train":
             train_bytes += len(raw)
             if spec.limit_bytes is not None and train_bytes > spec.limit_bytes:
                 return
-        yield Selected(raw, split, digest, position)
+        yield SelectedDocument(raw, split, digest, position)
 
 
-class Sample:
+class TokenizerSample:
     """Training text for a BPE, at most `SAMPLE_BYTES`: the documents with the smallest hashes, so that every part of a
     large corpus is in it and the order of files does not matter much."""
 
@@ -73,8 +73,8 @@ class Sample:
         self.documents: list[tuple[float, bytes]] = []
         self.bytes, self.below = 0, 1.0
 
-    def add(self, document: Selected) -> None:
-        number = uniform(document.digest[8:])
+    def add(self, document: SelectedDocument) -> None:
+        number = hash_to_unit_interval(document.digest[8:])
         if number >= self.below:
             return
         self.documents.append((number, document.raw))
@@ -97,13 +97,13 @@ class Tally:
         self.bytes: Counter[str] = Counter()
         self.digest = hashlib.sha256()
 
-    def add(self, document: Selected) -> None:
+    def add(self, document: SelectedDocument) -> None:
         self.documents[document.split] += 1
         self.bytes[document.split] += len(document.raw)
         self.digest.update(document.split.encode() + document.digest)
 
 
-def repeats(path: Path) -> int:
+def count_repeats(path: Path) -> int:
     """How many of the 8-byte digests in a file occurred before in it, whatever their number, in bounded memory."""
     if path.stat().st_size == 0:
         return 0

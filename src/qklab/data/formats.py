@@ -23,7 +23,7 @@ MARK = b"<|endoftext|>"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-def zstandard_reader(raw: BinaryIO, path: Path) -> BinaryIO:
+def open_zstandard(raw: BinaryIO, path: Path) -> BinaryIO:
     with contextlib.suppress(ImportError):
         return import_module("compression.zstd").ZstdFile(raw)  # part of Python 3.14
     try:
@@ -33,19 +33,15 @@ def zstandard_reader(raw: BinaryIO, path: Path) -> BinaryIO:
     return zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
 
 
-def xz_reader(raw: BinaryIO, path: Path) -> lzma.LZMAFile:
-    return lzma.LZMAFile(raw)
-
-
 COMPRESSED: dict[str, Callable[[BinaryIO, Path], Any]] = {
     "": lambda raw, path: raw,
     ".gz": lambda raw, path: gzip.GzipFile(fileobj=raw),
-    ".xz": xz_reader,
-    ".zst": zstandard_reader,
+    ".xz": lambda raw, path: lzma.LZMAFile(raw),  # noqa: SIM115
+    ".zst": open_zstandard,
 }
 
 
-def as_text(raw: bytes, path: Path, offset: int) -> bytes:
+def check_utf8(raw: bytes, path: Path, offset: int) -> bytes:
     """`raw` itself where it is UTF-8."""
     try:
         raw.decode()
@@ -55,7 +51,7 @@ def as_text(raw: bytes, path: Path, offset: int) -> bytes:
     return raw
 
 
-def whole_characters(raw: bytes) -> int:
+def count_whole_characters(raw: bytes) -> int:
     """How many bytes of `raw` end with a whole character, where `raw` was cut anywhere."""
     for back in range(1, min(4, len(raw)) + 1):
         byte = raw[-back]
@@ -65,7 +61,7 @@ def whole_characters(raw: bytes) -> int:
     return len(raw)
 
 
-def text_documents(stream: BinaryIO, path: Path) -> Iterator[bytes]:
+def read_txt(stream: BinaryIO, path: Path) -> Iterator[bytes]:
     """Documents of a .txt: a line `<|endoftext|>` ends one; without such a line the file is one document."""
     lines: list[bytes] = []
     size = offset = 0  # bytes in `lines`; where in the file they begin
@@ -75,24 +71,24 @@ def text_documents(stream: BinaryIO, path: Path) -> Iterator[bytes]:
             line, offset = line[3:], 3
         if line_begins and line.rstrip(b"\r\n") == MARK:
             raw = b"".join(lines)
-            yield as_text(raw.removesuffix(b"\n").removesuffix(b"\r"), path, offset)
+            yield check_utf8(raw.removesuffix(b"\n").removesuffix(b"\r"), path, offset)
             offset += size + len(line)
             lines, size = [], 0
             continue
         line_begins = line.endswith(b"\n")
         if size + len(line) > LONGEST:
             raw = b"".join(lines)
-            cut = whole_characters(raw)
-            yield as_text(raw[:cut], path, offset)
+            cut = count_whole_characters(raw)
+            yield check_utf8(raw[:cut], path, offset)
             offset += cut
             lines, size = [raw[cut:]], len(raw) - cut
         lines.append(line)
         size += len(line)
     if lines:
-        yield as_text(b"".join(lines), path, offset)
+        yield check_utf8(b"".join(lines), path, offset)
 
 
-def pieces(text: object, where: str) -> Iterator[bytes]:
+def split_long_text(text: object, where: str) -> Iterator[bytes]:
     """A text from a table as one document, or several where it is longer than `LONGEST`."""
     if not isinstance(text, str):
         raise DataError(f"{where} must have a string 'text', but {type(text).__name__} came.")
@@ -102,13 +98,13 @@ def pieces(text: object, where: str) -> Iterator[bytes]:
         raise DataError(f"{where} holds half a surrogate pair at character {error.start}, which is no text.") from None
     while len(raw) > LONGEST:
         line_end = raw.rfind(b"\n", 0, LONGEST) + 1
-        cut = line_end or whole_characters(raw[:LONGEST])
+        cut = line_end or count_whole_characters(raw[:LONGEST])
         yield raw[:cut]
         raw = raw[cut:]
     yield raw
 
 
-def jsonl_documents(stream: BinaryIO, path: Path) -> Iterator[bytes]:
+def read_jsonl(stream: BinaryIO, path: Path) -> Iterator[bytes]:
     """Documents of a .jsonl: one object a line with a string field `text`; blank lines are skipped."""
     for number, line in enumerate(iter(stream.readline, b""), 1):
         if number == 1:
@@ -125,10 +121,10 @@ def jsonl_documents(stream: BinaryIO, path: Path) -> Iterator[bytes]:
         if not isinstance(row, dict) or "text" not in row:
             came = f"the fields {', '.join(map(str, row)) or 'none'}" if isinstance(row, dict) else type(row).__name__
             raise DataError(f"{where} must be an object with a string field 'text', but {came} came.")
-        yield from pieces(row["text"], where)
+        yield from split_long_text(row["text"], where)
 
 
-def parquet_documents(stream: BinaryIO, path: Path) -> Iterator[bytes]:
+def read_parquet(stream: BinaryIO, path: Path) -> Iterator[bytes]:
     """Documents of a .parquet: its column `text`, a batch of rows at a time."""
     try:
         pyarrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
@@ -149,24 +145,24 @@ def parquet_documents(stream: BinaryIO, path: Path) -> Iterator[bytes]:
             for batch in table.iter_batches(batch_size=256, columns=["text"]):
                 for text in batch.column(0).to_pylist():
                     row += 1
-                    yield from pieces(text, f"row {row} of {path}")
+                    yield from split_long_text(text, f"row {row} of {path}")
         except pyarrow.ArrowException as error:
             raise DataError(f"{path} is no parquet file that pyarrow can read ({error}).") from None
 
 
-READERS = {".txt": text_documents, ".jsonl": jsonl_documents, ".parquet": parquet_documents}
+READERS = {".txt": read_txt, ".jsonl": read_jsonl, ".parquet": read_parquet}
 
 
-def file_kind(path: Path) -> tuple[str, str] | None:
+def detect_format(path: Path) -> tuple[str, str] | None:
     """(".txt" | ".jsonl" | ".parquet", "" | ".gz" | ".xz" | ".zst") of a file that can be read, else None."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     compression = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSED else ""
     return (suffixes[-1], compression) if suffixes and suffixes[-1] in READERS else None
 
 
-def file_documents(path: Path) -> Iterator[tuple[bytes, int]]:
+def read_documents(path: Path) -> Iterator[tuple[bytes, int]]:
     """Each document of a file, and how many bytes of the file have been read so far."""
-    kind = file_kind(path)
+    kind = detect_format(path)
     if kind is None:
         raise DataError(f"{path} is no corpus file; {' '.join(READERS)} are, each also with .gz, .xz or .zst.")
     try:

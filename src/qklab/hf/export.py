@@ -7,8 +7,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from qklab.data.encoder import byte_level
-from qklab.data.tokenizer import Tokenizer, byte_of_character
+from qklab.data.tokenizer import Tokenizer, build_bpe, byte_of_character
 from qklab.hf.config import QKLabConfig
 from qklab.hf.model import QKLabForCausalLM
 from qklab.model.decoder import Decoder
@@ -101,7 +100,7 @@ def fast_tokenizer(tokenizer: Tokenizer, context: int) -> PreTrainedTokenizerFas
         plain = Plain(models.BPE(vocab={**numbers, END_OF_TEXT: tokenizer.eot}, merges=[]))
         plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     else:
-        plain = byte_level(tokenizer.definition)
+        plain = build_bpe(tokenizer.definition)
     plain.decoder = decoders.ByteLevel()
     end = tokenizer.definition.get("tokens", [END_OF_TEXT])[-1]
     plain.add_special_tokens([AddedToken(end, special=True, normalized=False)])

@@ -19,8 +19,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from qklab.data.prepare import prepare
-from qklab.data.sources import source_path
+from qklab.data.prepare import prepare_corpus
+from qklab.data.sources import find_source_path
 from qklab.data.spec import DataSpec
 from qklab.runs.directory import RunDirectory, RunError
 from qklab.runs.environment import count_cores
@@ -227,7 +227,7 @@ class Study:
         def progress(what: str, done: int, of: int) -> None:
             display.show(0.0, f"preparing {spec.source}: {what}, {done / max(1, of):.0%}")
 
-        corpus = prepare(spec, data=self.data, progress=progress)
+        corpus = prepare_corpus(spec, data=self.data, progress=progress)
         for split, use in (("valid", "to choose learning rates on"), ("test", "to report on")):
             if split not in corpus.splits or not corpus.splits[split].tokens:
                 raise StudyError(
@@ -249,8 +249,7 @@ class Study:
             try:
                 refuse_other_spec(directory, old, spec)
             except RunError as error:
-                if planned.corpus != "stdlib" and not planned.corpus.startswith("hf:"):
-                    source_path(planned.corpus, self.data)  # a prepared corpus that is gone cannot say what it was
+                find_source_path(planned.corpus, self.data)  # a prepared corpus that is gone cannot say what it was
                 raise StudyError(f"another run is in the place of {planned.name}; move it away: {error}") from None
             self.known[planned] = found
         return self.known[planned]

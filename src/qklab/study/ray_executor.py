@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import qklab
-from qklab.data.prepare import prepare
+from qklab.data.prepare import prepare_corpus
 from qklab.runs.files import append_line, describe_os_error
 from qklab.study.execute import POLL, Active, Slots, Study, read_data, read_spec
 from qklab.study.mirror import Mirror
@@ -324,7 +324,7 @@ def refuse_unfit(order: Mapping[str, Any], node: str) -> None:
         raise StudyError(f"the node {node} does not see this study in {order['study']}; {SHARED}")
     spec = RunSpec.from_dict(order["task"]["spec"]).corpus
     try:
-        corpus = prepare(spec, data=order["task"]["data"])
+        corpus = prepare_corpus(spec, data=order["task"]["data"])
     except ValueError as error:
         raise StudyError(f"the node {node} cannot prepare the corpus: {error}") from None
     wanted = [entry["hash"] for entry in read_data(path) if entry["spec"] == json.loads(json.dumps(spec.to_dict()))]

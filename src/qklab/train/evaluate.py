@@ -60,7 +60,7 @@ def evaluate(
 ) -> Evaluation:
     """The model's loss on about `tokens` evenly spread tokens of a split, or on all of it; the same windows for every
     model. `tick` is told the fraction done and may raise to give up."""
-    chosen = windows.chosen(tokens)
+    chosen = windows.select_windows(tokens)
     mine = np.array_split(chosen, machine.world)[machine.rank]
     was_training = objective.training
     objective.eval()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from qklab.data.prepare import prepare
+from qklab.data.prepare import prepare_corpus
 from qklab.data.shards import Corpus
 from qklab.data.spec import DataError
 from qklab.runs.directory import RunDirectory, RunError
@@ -201,7 +201,7 @@ def opened(
 
     def found() -> Path:
         try:
-            return prepare(spec.corpus, data=data, progress=say is not Silent.say).folder
+            return prepare_corpus(spec.corpus, data=data, progress=say is not Silent.say).folder
         except DataError:
             folder = Path(before["folder"]) if before is not None else None
             if folder is None or not folder.exists():

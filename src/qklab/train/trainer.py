@@ -92,7 +92,7 @@ class Trainer:
         """The probe's fixed batch: the first validation windows, cut short."""
         wanted, name = self.spec.evaluation, "valid" if "valid" in self.windows else next(iter(self.windows))
         windows = self.windows[name]
-        batch = windows.batch(windows.chosen(None)[: wanted.probe_rows])
+        batch = windows.batch(windows.select_windows(None)[: wanted.probe_rows])
         cut = min(wanted.probe_tokens, self.spec.model.context)
         return Probe(batch.ids[:, :cut], None if batch.segments is None else batch.segments[:, :cut])
 
@@ -101,7 +101,7 @@ class Trainer:
         if self.spec.model.dropout:
             torch.manual_seed(seed_of(self.spec.seed, f"dropout/{self.state.step}/{self.machine.rank}"))
         rows = min(self.execution.rows or len(batch.ids), len(batch.ids))
-        parts = batch.parts(rows)
+        parts = batch.micro_batches(rows)
         total = torch.zeros((), device=self.machine.device, dtype=torch.float32)
         for number, part in enumerate(parts):
             with accumulating(self.call, last=number == len(parts) - 1):

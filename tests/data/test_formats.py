@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from qklab.data import DataError, reading
-from qklab.data.reading import file_documents, file_kind
+from qklab.data import DataError, formats
+from qklab.data.formats import detect_format, read_documents
 
 
 def documents(path: Path) -> list[str]:
-    return [raw.decode() for raw, _ in file_documents(path)]
+    return [raw.decode() for raw, _ in read_documents(path)]
 
 
 @pytest.mark.parametrize(
@@ -45,11 +45,11 @@ def test_compressed_files_read_like_plain_ones(tmp_path: Path, kind: str, suffix
     path = tmp_path / f"a{kind}{suffix}"
     path.write_bytes({"": bytes, ".gz": gzip.compress, ".xz": lzma.compress}[suffix](raw))
     assert documents(path) == texts
-    assert [position for _, position in file_documents(path)][-1] == path.stat().st_size
+    assert [position for _, position in read_documents(path)][-1] == path.stat().st_size
 
 
 def test_a_long_document_goes_on_as_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "LONGEST", 100)
+    monkeypatch.setattr(formats, "LONGEST", 100)
     text = "".join(f"line {i} – ü世\n" for i in range(40)) + "界" * 150 + "\n😀tail"
     for name, content in (("a.txt", text), ("a.jsonl", json.dumps({"text": text}))):
         (tmp_path / name).write_text(content, encoding="utf-8")
@@ -163,6 +163,6 @@ def test_parquet_rows_are_read_in_batches(tmp_path: Path, monkeypatch: pytest.Mo
 def test_kinds_of_files() -> None:
     known = {"a.txt": (".txt", ""), "a.b.JSONL.GZ": (".jsonl", ".gz"), "x.parquet.zst": (".parquet", ".zst")}
     for name, kind in known.items():
-        assert file_kind(Path(name)) == kind
+        assert detect_format(Path(name)) == kind
     for name in ("a.csv", "txt", "a.gz", "README.md", "a.txt.bz2"):
-        assert file_kind(Path(name)) is None
+        assert detect_format(Path(name)) is None

@@ -132,6 +132,22 @@ def spec_field(kind: type["Spec"], default: Any = MISSING) -> Any:
     return checked_field(check, default, spec=kind)
 
 
+def spec_pattern_field(kind: type["Spec"]) -> Any:
+    """A spec, or several that repeat: kept as the shortest tuple that does, or as the spec itself where all are one."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, kind):
+            return value
+        if not isinstance(value, list | tuple) or not value or not all(isinstance(one, kind) for one in value):
+            raise ValueError(f"must be of type {kind.__name__}, or several of these that repeat")
+        whole = tuple(value)
+        periods = (n for n in range(1, len(whole) + 1) if len(whole) % n == 0)
+        shortest = next(whole[:n] for n in periods if whole[:n] * (len(whole) // n) == whole)
+        return shortest[0] if len(shortest) == 1 else shortest
+
+    return checked_field(check, spec=kind)
+
+
 @dataclasses.dataclass(frozen=True)
 class Rule:
     """Fields that must agree: if `broken(spec)`, `field` is refused for `reason(spec)`, and `repair(spec)` mends it."""
@@ -202,9 +218,9 @@ class Spec:
         return dataclasses.replace(self, **changes)  # pyright: ignore[reportArgumentType]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts, strings, numbers, booleans and None: ready for JSON or TOML."""
+        """Plain dicts, lists of these, strings, numbers, booleans and None: ready for JSON or TOML."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # pyright: ignore[reportArgumentType]
-        return {name: v.to_dict() if isinstance(v, Spec) else v for name, v in values.items()}
+        return {name: to_plain(value) for name, value in values.items()}
 
     @classmethod
     def refuse_unknown(cls, names: Iterable[object]) -> None:
@@ -236,9 +252,25 @@ class Spec:
                 continue
             value, inner = values[name], field.metadata.get("spec")
             if inner is not None and isinstance(value, Mapping):
-                try:
-                    value = inner.from_dict(value)
-                except SpecError as error:
-                    raise SpecError(f"{name}: {error}", f"{name}.{error.field}", error.nearest) from None
+                value = read_spec(inner, value, name)
+            elif inner is not None and isinstance(value, list | tuple):
+                several = [
+                    read_spec(inner, v, f"{name}[{i}]") if isinstance(v, Mapping) else v for i, v in enumerate(value)
+                ]
+                value = tuple(several)
             ready[name] = value
         return cls(**ready)
+
+
+def to_plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [to_plain(one) for one in value]
+    return value.to_dict() if isinstance(value, Spec) else value
+
+
+def read_spec(kind: type[Spec], values: Mapping[str, Any], name: str) -> Spec:
+    """A spec inside another one, whose errors say under which name."""
+    try:
+        return kind.from_dict(values)
+    except SpecError as error:
+        raise SpecError(f"{name}: {error}", f"{name}.{error.field}", error.nearest) from None

@@ -115,7 +115,9 @@ def assert_agreement(ours: Attention, theirs: nn.Module, rotary: nn.Module, tole
     expected = theirs(x, position_embeddings=(cos, sin), attention_mask=causal_mask())[0]
     half = cos.shape[-1] // 2  # theirs are written twice, once for each entry of a pair
     angles = (cos[:, :, None, :half], sin[:, :, None, :half])
-    assert_equal(ours(x, places=ours.locate(x)._replace(angles=angles)), expected, tolerance)
+    positions, visibility = ours.locate(x)
+    given = {"positions": positions._replace(angles=angles), "visibility": visibility}
+    assert_equal(ours(x, **given), expected, tolerance)
     assert_equal(ours(x), expected, max(tolerance, SINGLE))
     # a chunk after a cached prefix is where a mask is easily aligned to the wrong corner
     assert_equal(in_chunks(ours, x, [4, 1, 5, 1, 2]), expected, max(tolerance, SINGLE))
@@ -129,9 +131,9 @@ def test_angles(base: float, rotated: int):
     rope = {"rope_type": "default", "rope_theta": base}
     config = configured(LlamaConfig, head_dim=rotated, rope_parameters=rope)
     x = torch.zeros(1, 5000, 4 * rotated)
-    places = Attention(AttentionSpec(width=4 * rotated, heads=4, rope_base=base)).locate(x)
-    assert places.angles is not None
-    for ours, theirs in zip(places.angles, LlamaRotaryEmbedding(config)(x, torch.arange(5000)[None]), strict=True):
+    positions, _ = Attention(AttentionSpec(width=4 * rotated, heads=4, rope_base=base)).locate(x)
+    assert positions.angles is not None
+    for ours, theirs in zip(positions.angles, LlamaRotaryEmbedding(config)(x, torch.arange(5000)[None]), strict=True):
         # one unit: vectorised cosines and the scalar ones at the end of a loop may round differently
         assert_equal(ours[:, :, 0], theirs[..., : rotated // 2], torch.finfo(torch.float32).eps)
 

@@ -143,10 +143,11 @@ def test_torch_refuses_a_backward_through_overwritten_tokens() -> None:
         outputs[0].sum().backward()
 
 
-def test_places_and_segments_exclude_each_other() -> None:
+def test_positions_and_segments_exclude_each_other() -> None:
     attention, x = layer("(Q,K,V)"), inputs()
+    segments, (positions, visibility) = torch.zeros(2, 10, dtype=torch.long), attention.locate(x)
     with pytest.raises(ValueError, match="give one of the two"):
-        attention(x, segments=torch.zeros(2, 10, dtype=torch.long), places=attention.locate(x))
+        attention(x, segments=segments, positions=positions, visibility=visibility)
 
 
 def test_segments_and_a_cache_exclude_each_other() -> None:

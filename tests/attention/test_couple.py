@@ -300,10 +300,9 @@ def test_a_map_of_your_own_needs_only_its_flow(monkeypatch: pytest.MonkeyPatch) 
     for _ in range(2):
         cos, sin = math.cos(0.3), math.sin(0.3)
         grouped, k = grouped * cos + k[:, :, :, None] * sin, k * cos - grouped.mean(3) * sin
-    assert layer.normalise is not None
-    places = layer.locate(x)
-    expected = layer.rotate(*layer.normalise(grouped.flatten(2, 3), k), places)
-    for actual, wanted in zip(layer.coupled(given, key, places), expected, strict=True):
+    positions, _ = layer.locate(x)
+    expected = layer.rotate(*layer.normalise(grouped.flatten(2, 3), k), positions)
+    for actual, wanted in zip(layer.prepare(x, positions)[:2], expected, strict=True):
         torch.testing.assert_close(actual, wanted)
     cache = layer.new_cache(2, 7)
     with torch.no_grad():

@@ -66,7 +66,8 @@ def test_maps_are_the_layers_own(spec: AttentionSpec, segments: Tensor | None, m
     for layer, (x, y) in enumerate(watched(model, ids, segments)):
         maps = iter(calls(spec, found.maps[layer]))
 
-        def weigh(q: Tensor, k: Tensor, v: Tensor, *_: Any, maps: Iterator[Tensor] = maps) -> Tensor:
+        def weigh(q: Tensor, stored: mix.KeyValue, *_: Any, maps: Iterator[Tensor] = maps) -> Tensor:
+            _, v = stored.separate()
             v = v.repeat_interleave(q.shape[2] // v.shape[2], 2)
             return torch.einsum("bhts,bshd->bthd", next(maps), v)
 
@@ -384,7 +385,7 @@ def test_logit_change_is_over_visible_pairs() -> None:
     close(change["logit_change"][0], torch.zeros(4))
     for h in range(4):
         scores = before.logits.of_layer(1)[:, h]
-        moved = [1.25 * float(scores[b, i, j]) for b, _, i, j in before.visible.nonzero().tolist()]  # 1.5² − 1
+        moved = [1.25 * float(scores[b, i, j]) for b, _, i, j in before.visible[0].nonzero().tolist()]  # 1.5² − 1
         close(change["logit_change"][1, h], math.sqrt(sum(m * m for m in moved) / len(moved)))
         close(change["largest_logit_change"][1, h], max(map(abs, moved)))
     with pytest.raises(ValueError, match=r"one batch .* \[2, 2, 7, 4, 4\] came first and \[2, 1, 7, 4, 4\] later"):

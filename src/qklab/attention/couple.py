@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qklab import register
-from qklab.ops.coupling import Network, Norm, couple, finished, group_mean
+from qklab.ops.coupling import Network, Norm, couple, group_mean
 from qklab.ops.dispatch import Impl
 from qklab.ops.rope import Angles
 
@@ -139,13 +139,23 @@ class Coupling(nn.Module):
         if self.stepped:
             nn.init.constant_(self.step, self.initial_step)
 
-    def forward(
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q [B, T, H, D], k [B, T, G, D] → the same shapes."""
+        if self.fuses:
+            return self.fuse(q, k)
+        q, k = self.flow(q.unflatten(2, (self.kv_heads, -1)), k.unsqueeze(3))
+        return q.flatten(2, 3), k.squeeze(3)
+
+    @property
+    def fuses(self) -> bool:
+        """Whether one operation couples, normalises and rotates."""
+        return self.kind is not None
+
+    def fuse(
         self, q: Tensor, k: Tensor, norm: Norm | None = None, angles: Angles | None = None, turn_key: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """q [B, T, H, D], k [B, T, G, D] → the same shapes; normalised and rotated in the same pass where asked for."""
-        if self.kind is None:
-            q, k = self.flow(q.unflatten(2, (self.kv_heads, -1)), k.unsqueeze(3))
-            return finished(q.flatten(2, 3), k.squeeze(3), norm, angles, turn_key)
+        """rotate(normalise(couple(q, k))) in one pass, which reads q and k once and writes them once."""
+        assert self.kind is not None
         return couple(
             q,
             k,

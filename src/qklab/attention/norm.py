@@ -8,17 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from qklab import register
+from qklab.ops.coupling import Norm
 from qklab.ops.norm import rms_norm
 
 if TYPE_CHECKING:
     from qklab.attention.spec import AttentionSpec
 
 
-@register.norm("none")
-class Unnormalised(nn.Module):
-    """Queries and keys as they are."""
+class Normalisation(nn.Module):
+    """What is done to queries and keys one by one; as it is, nothing."""
 
-    label: ClassVar[str | None] = ""  # in the names of specs; None: the name it is registered under
+    label: ClassVar[str | None] = None  # in the names of specs; None: the name it is registered under
+    fuses: ClassVar[bool] = False  # whether `operand` says all that `forward` does
 
     def __init__(self, spec: AttentionSpec):
         super().__init__()
@@ -26,6 +27,10 @@ class Unnormalised(nn.Module):
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q [B, T, H, D], k [B, T, G, D] → the same shapes."""
         return q, k
+
+    def operand(self) -> Norm | None:
+        """This norm for the operation that couples, normalises and rotates in one pass."""
+        return None
 
     @classmethod
     def formula_of(cls, spec: AttentionSpec) -> str:
@@ -40,8 +45,16 @@ class Unnormalised(nn.Module):
         return 0
 
 
+@register.norm("none")
+class Unnormalised(Normalisation):
+    """Queries and keys as they are."""
+
+    label = ""
+    fuses = True
+
+
 @register.norm("qk")
-class QKNorm(Unnormalised):
+class QKNorm(Normalisation):
     """u ↦ g ⊙ u / √(mean(u²) + eps) over D, for q [B, T, H, D] and k [B, T, G, D]; gains [D] shared by all heads.
 
     Where the key is also the value only the query has a gain: a gain does not commute with RoPE, so the key's could not
@@ -49,6 +62,7 @@ class QKNorm(Unnormalised):
     """
 
     label = "qk-norm"
+    fuses = True
 
     def __init__(self, spec: AttentionSpec):
         super().__init__(spec)
@@ -61,10 +75,10 @@ class QKNorm(Unnormalised):
             nn.init.ones_(gain)
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return self.normalised(q, self.query_gain), self.normalised(k, self.key_gain)
+        return rms_norm(q, self.query_gain, self.eps), rms_norm(k, self.key_gain, self.eps)
 
-    def normalised(self, u: Tensor, gain: Tensor | None) -> Tensor:
-        return rms_norm(u, gain, self.eps)
+    def operand(self) -> Norm:
+        return Norm(self.eps, self.query_gain, self.key_gain)
 
     @classmethod
     def formula_of(cls, spec: AttentionSpec) -> str:

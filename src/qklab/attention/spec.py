@@ -9,9 +9,9 @@ from qklab import register
 from qklab.attention.cache import cache_class
 from qklab.attention.couple import FORCES, Coupling
 from qklab.attention.mix import LatentSoftmax, Mix
-from qklab.attention.norm import Unnormalised
+from qklab.attention.norm import Normalisation
 from qklab.attention.project import PROJECTIONS, Latent, Projection
-from qklab.attention.rotate import KV_ROTATIONS, POSITIONS, Asymmetric, Unrotated, rotation
+from qklab.attention.rotate import KV_ROTATIONS, POSITIONS, Unrotated, choose_rotation
 from qklab.schema import Rule, Spec, boolean_field, choice_field, integer_field, number_field, spec_field
 
 SHARINGS = ("per-layer", "per-head")
@@ -346,10 +346,10 @@ class AttentionSpec(Spec):
 
     @property
     def rotation(self) -> type[Unrotated]:
-        return Asymmetric if self.asymmetry_2d else rotation(self)
+        return choose_rotation(self)
 
     @property
-    def normalisation(self) -> type[Unnormalised]:
+    def normalisation(self) -> type[Normalisation]:
         return register.norm[self.norm]
 
     @property

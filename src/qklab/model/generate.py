@@ -80,7 +80,7 @@ def check(
     left_padding: Tensor | None,
 ) -> None:
     """Everything that could go wrong half-way, said before anything is computed."""
-    if not model.spec.attention.causal:
+    if not model.spec.causal:
         raise ValueError("only a causal model generates, but this one was built with causal=False.")
     check_ids(ids)
     if ids.numel() == 0:

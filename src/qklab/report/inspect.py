@@ -71,7 +71,8 @@ def attention(found: Subject, tokens: int) -> dict[str, Any]:
     chosen = {"first": 0, "middle": (last + 1) // 2, "last": last}
     diagnosis = found.diagnosis(tokens, sorted(set(chosen.values())), maps=True)
     assert diagnosis.maps is not None
-    maps = {layer: rounded(weights[0]) for layer, weights in zip(diagnosis.layers, diagnosis.maps, strict=True)}
+    found_maps = zip(diagnosis.layers, diagnosis.heads, diagnosis.maps, strict=True)
+    maps = {layer: rounded(weights[0, :heads]) for layer, heads, weights in found_maps}
     layers = {name: {"index": layer, "maps": maps[layer]} for name, layer in chosen.items()}
     return {"tokens": found.tokens[:tokens], "layers": layers, "notes": found.notes}
 
@@ -113,7 +114,7 @@ def measured(found: Subject, which: Which) -> dict[str, Any]:
         "format": FORMAT,
         "model": spec.model.name,
         "parameters": spec.model.parameters(),
-        "heads": "head" if spec.model.attention.mix == "softmax" else "softmax",
+        "heads": "head" if all(spec.mix == "softmax" for spec in spec.model.pattern) else "softmax",
         "text": found.tokenizer.decode(found.ids[0].tolist()),
         "tokens": found.tokens,
         "notes": found.notes,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
+from qklab.attention.spec import AttentionSpec
 from qklab.data.order import PACKINGS
 from qklab.data.shards import MANIFEST, Corpus
 from qklab.data.spec import DataSpec
@@ -129,9 +130,9 @@ class RunSpec(Spec):
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             "model",
-            lambda s: not s.model.attention.causal,
+            lambda s: not s.model.causal,
             lambda s: "a language model that predicts the next token must not see it: attention.causal must be True",
-            lambda s: {"model": s.model.replace(attention=s.model.attention.replace(causal=True))},
+            lambda s: {"model": s.model.replace(attention=[a.replace(causal=True) for a in s.model.pattern])},
         ),
         Rule(
             "model",
@@ -180,7 +181,11 @@ class RunSpec(Spec):
 
 def uncontrollable(run: RunSpec) -> str | None:
     """Why the run's logit control does not go with its attention."""
-    attention, method = run.model.attention, run.logit_control.method
+    reasons = (why_uncontrollable(spec, run.logit_control.method) for spec in run.model.pattern)
+    return next(filter(None, reasons), None)
+
+
+def why_uncontrollable(attention: AttentionSpec, method: str) -> str | None:
     if method in ("quack", "qk-clip") and attention.norm == "qk":
         return "attention.norm='qk' already decides how large logits are"
     if method == "qk-clip" and attention.coupling is not None:

@@ -13,6 +13,7 @@ from qklab.attention.couple import Coupling
 from qklab.attention.norm import QKNorm
 from qklab.hf.convert.cache import POSITION, share_layer
 from qklab.hf.families import ConvertibleFamily
+from qklab.ops.norm import rms_norm
 from qklab.ops.rope import apply_rope_without_gradient
 
 BACKENDS = ("eager", "sdpa")
@@ -139,7 +140,7 @@ class ConvertedAttention(nn.Module):
         """The family's own norm, or the inserted one with the gain `norm`, over the last axis."""
         if self.family.normed:
             return norm(u)
-        return u if self.normalise is None else self.normalise.normalised(u, norm)
+        return u if self.normalise is None else rms_norm(u, norm, self.normalise.eps)
 
 
 def lean(k: Tensor, cos: Tensor) -> bool:

@@ -4,6 +4,7 @@ TORCH  ?= 2.13.0
 OLDEST := 5.17.0
 VENV   := .venv
 BIN    := $(VENV)/bin
+PAGE   := src/qklab/report/page
 # Python compiles what is imported, once; compiling all that is installed takes a minute more.
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 export PYTHONDONTWRITEBYTECODE :=
@@ -12,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 help:
 	@echo "make demo   every mechanism and its cost; three attentions compared on Python's own library; the report"
 	@echo "make test   run the tests"
-	@echo "make lint   ruff, pyright, import-linter"
+	@echo "make lint   ruff, pyright, import-linter, deno"
 	@echo "make bench  measure the layer's mechanisms against the standard one, and the kernels against their bounds"
 	@echo "make docs   redraw the drawings and cost tables of docs/mechanisms"
 	@echo "make site   the documentation as a site, in build/site"
@@ -69,6 +70,8 @@ lint: $(VENV)/.dev
 	@echo "== ruff"; $(BIN)/ruff check . && $(BIN)/ruff format --check .
 	@echo "== pyright"; PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --warnings
 	@echo "== import-linter"; $(BIN)/lint-imports
+	@echo "== deno, for the scripts of the report's page"
+	@$(BIN)/deno fmt --quiet --check --line-width 120 $(PAGE)/*.js && $(BIN)/deno lint --quiet $(PAGE)
 
 bench: $(VENV)/.qklab
 	@echo "== measuring attention layers on this machine"

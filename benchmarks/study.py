@@ -149,7 +149,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     answer(study.spec, results)
     answering = time.perf_counter() - began
     began = time.perf_counter()
-    report.build([study.folder], study.folder / "report.html")
+    report.build_report([study.folder], study.folder / "report.html")
     reporting = time.perf_counter() - began
     records = seconds_of_records(results, study.folder, folder / "records")
     training = sum(result.seconds for result in results)

@@ -1,8 +1,12 @@
-"""Studies that were never trained: run directories as the trainer writes them, of known effect and noise."""
+"""Studies that were never trained: run directories as the trainer writes them, of known effect and noise; and the
+settings of small runs that are."""
 
+import base64
 import hashlib
 import json
 import math
+from array import array
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,19 @@ ARMS: dict[str, dict[str, Any]] = {
 EFFECTS = {"standard": 0.0, "k=v": 0.035, "leapfrog": -0.024, "affine": -0.006, "qk-norm": 0.0005}
 NOISE = {"affine": 0.012, "qk-norm": 0.001}
 COMMIT, DATA = "0123456789abcdef0123456789abcdef01234567", "fedcba9876543210" * 4
+
+
+CONTEXT, LAYERS, HEADS = 64, 3, 2
+TINY: dict[str, Any] = {
+    "corpus": {"tokenizer": "bytes"},
+    "model": {"layers": LAYERS, "width": 32, "context": CONTEXT, "mlp_ratio": 2.0},
+    "attention": {"heads": HEADS},
+    "batch": {"sequences": 8},
+    "budget": {"tokens": 8 * CONTEXT * 12},
+    "evaluation": {"times": 6, "tokens": 480, "probes": 1, "probe_tokens": 24},
+    "execution": {"device": "cpu", "threads": 1, "checkpoint_steps": 4, "keep": 4},
+}
+TrainTiny = Callable[..., Path]
 
 
 def spec(**changes: Any) -> StudySpec:
@@ -170,3 +187,13 @@ def scores(loss: float) -> dict[str, Any]:
 
 def ended(loss: float) -> dict[str, Any]:
     return {"valid": scores(loss - 0.01), "test": scores(loss)}
+
+
+def make_attention(heads: int = 2) -> dict[str, Any]:
+    """Maps of three tokens as the page gets them."""
+    packed = base64.b64encode(array("H", [65_534, 32_767, 32_767, 65_534, 0, 0]).tobytes()).decode()
+    layers = [
+        {"place": place, "index": k, "heads": heads, "maps": [packed] * (heads + 1)}
+        for k, place in enumerate(("first", "middle", "last"))
+    ]
+    return {"run": "r", "tokens": ["def", " <b>", "\n"], "layers": layers, "notes": []}

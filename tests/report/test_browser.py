@@ -4,62 +4,19 @@ import shutil
 import struct
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from browser import Browser, chromium
-from fabricated import fabricate, spec
+from browser import Browser
+from fabricated import fabricate, make_attention, spec
 
-from qklab.report import build
-from qklab.report import page as page_module
-from qklab.report.data import gather
-from qklab.report.page import rendered
-from qklab.report.serve import Live
+from qklab.report import build_report
+from qklab.report.build import render_report
+from qklab.report.data import gather_data
+from qklab.report.serve import ReportServer
 from qklab.study.plan import Planned
 
-pytestmark = pytest.mark.skipif(chromium() is None, reason="needs chromium, chromium-browser or google-chrome")
-
 FIGURES = ("forest", "curves", "rates", "cost", "entropy", "sink", "maps", "logits")
-MAP = "AAD/f/9/AAD/f/9/AAD/f/9/"[:16]
-
-
-def attention(heads: int = 2, tokens: int = 3) -> dict[str, Any]:
-    """Maps as the page gets them, of three tokens: 6 numbers of 16 bits each."""
-    layers = [
-        {"place": place, "index": k, "heads": heads, "maps": [MAP] * (heads + 1)}
-        for k, place in enumerate(("first", "middle", "last"))
-    ]
-    return {"run": "r", "tokens": ["def", " <b>", "\n"][:tokens], "layers": layers, "notes": []}
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with Browser(tmp_path_factory.mktemp("browser") / "profile") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two corpora, one arm diverged at one learning rate, maps of every arm."""
-    folder = tmp_path_factory.mktemp("report")
-    study = spec(corpora=["stdlib", "novels"])
-    data = gather([fabricate(folder / "s", study, diverge=(("affine", 1e-3),))])
-    for group in data["groups"]:
-        group["attention"] = {arm["name"]: attention() for arm in group["arms"]}
-    path = folder / "report.html"
-    path.write_text(rendered(data), encoding="utf-8")
-    return path
-
-
-def draw_all(browser: Browser) -> None:
-    """Scroll through the page, as a reader would, so that every figure comes into view."""
-    browser.run(
-        "for (const f of document.querySelectorAll('figure')) { f.scrollIntoView({behavior: 'instant'});"
-        " await new Promise(r => setTimeout(r, 40)); } scrollTo({top: 0, behavior: 'instant'})"
-    )
-    browser.settle()
 
 
 def bring(browser: Browser, figure: str) -> None:
@@ -78,14 +35,8 @@ def drawn(browser: Browser, figure: str) -> str:
     return browser.run(f"return document.querySelector('#{figure} svg').innerHTML")
 
 
-def opened(browser: Browser, path: Path, **how: Any) -> None:
-    browser.open(path.as_uri(), **how)
-    browser.run("sessionStorage.clear()")
-    draw_all(browser)
-
-
 def test_no_error_no_request_and_every_figure_has_marks(browser: Browser, report: Path) -> None:
-    opened(browser, report)
+    browser.show_all(report.as_uri())
     for figure in FIGURES:
         count = browser.run(f"return document.querySelectorAll('#fig-{figure} svg .mark').length")
         assert count >= 5, figure
@@ -96,7 +47,7 @@ def test_no_error_no_request_and_every_figure_has_marks(browser: Browser, report
 
 
 def test_the_page_itself_forbids_requests(browser: Browser, report: Path) -> None:
-    opened(browser, report)
+    browser.show_all(report.as_uri())
     said = browser.run("try { await fetch('http://127.0.0.1:9/'); return 'sent' } catch (e) { return 'refused' }")
     assert said == "refused"
     assert any("Content Security Policy" in complaint for complaint in browser.complaints)
@@ -106,31 +57,31 @@ def test_figures_out_of_view_are_drawn_when_they_come_into_view(browser: Browser
     browser.open(report.as_uri(), height=500)
     drawn = "return document.querySelector('#fig-logits svg') !== null"
     assert browser.run(drawn) is False
-    draw_all(browser)
+    browser.scroll_through()
     assert browser.run(drawn) is True
 
 
 def test_hiding_an_arm_takes_it_out_of_every_figure_and_back(browser: Browser, report: Path) -> None:
-    opened(browser, report)
+    browser.show_all(report.as_uri())
     before = {figure: marks(browser, figure) for figure in FIGURES}
     browser.click('.legend[data-arm="1"]')
     assert browser.run("return document.querySelector('.legend[data-arm=\"1\"]').ariaPressed") == "false"
-    draw_all(browser)
+    browser.scroll_through()
     for figure in FIGURES:
         assert 'data-arm="1"' in before[figure], figure
         assert 'data-arm="1"' not in marks(browser, figure), figure
     browser.click('.legend[data-arm="1"]')
-    draw_all(browser)
+    browser.scroll_through()
     assert {figure: marks(browser, figure) for figure in FIGURES} == before
     for k in range(5):
         browser.click(f'.legend[data-arm="{k}"]')
-    draw_all(browser)
+    browser.scroll_through()
     assert browser.run("return document.querySelectorAll('figure .mark').length") == 0
     assert browser.complaints == []
 
 
 def test_every_switch_changes_its_figure(browser: Browser, report: Path) -> None:
-    opened(browser, report)
+    browser.show_all(report.as_uri())
     switches = browser.run(
         "return [...document.querySelectorAll('figure button[aria-pressed=false]')]"
         ".filter(b => b.offsetParent).map(b => [b.closest('figure').id, b.dataset.control, b.dataset.value])"
@@ -163,9 +114,9 @@ def test_every_switch_changes_its_figure(browser: Browser, report: Path) -> None
 
 
 def test_the_other_corpus_can_be_shown(browser: Browser, report: Path) -> None:
-    opened(browser, report)
+    browser.show_all(report.as_uri())
     browser.click('[data-group="1"]')
-    draw_all(browser)
+    browser.scroll_through()
     assert browser.run("return document.querySelector('[data-group=\"1\"]').ariaSelected") == "true"
     assert "novels" in browser.run("return document.querySelector('#fig-curves svg title').textContent")
     assert browser.run("return document.querySelectorAll('.answer').length") == 2
@@ -177,15 +128,15 @@ def luminance(browser: Browser, where: str) -> float:
 
 
 def test_light_and_dark_follow_the_system_and_the_button(browser: Browser, report: Path) -> None:
-    opened(browser, report)
+    browser.show_all(report.as_uri())
     light = marks(browser, "curves")
     assert luminance(browser, "body") > 200
     browser.dark(True)
-    draw_all(browser)
+    browser.scroll_through()
     assert luminance(browser, "body") < 60
     assert marks(browser, "curves") != light
     browser.click("#theme")
-    draw_all(browser)
+    browser.scroll_through()
     assert luminance(browser, "body") > 200
     assert marks(browser, "curves") == light
     browser.click("#theme")
@@ -197,7 +148,7 @@ def test_light_and_dark_follow_the_system_and_the_button(browser: Browser, repor
 
 @pytest.mark.parametrize("width", [320, 390, 768, 1600])
 def test_no_width_scrolls_sideways(browser: Browser, report: Path, width: int) -> None:
-    opened(browser, report, width=width)
+    browser.show_all(report.as_uri(), width=width)
     browser.run("document.querySelectorAll('details').forEach(d => { d.open = true })")
     browser.settle()
     assert browser.run("return document.documentElement.scrollWidth") <= width
@@ -210,7 +161,7 @@ def test_no_width_scrolls_sideways(browser: Browser, report: Path, width: int) -
 
 
 def test_marks_tell_their_numbers_by_mouse_and_by_keyboard(browser: Browser, report: Path) -> None:
-    opened(browser, report)
+    browser.show_all(report.as_uri())
     box = browser.run(
         "const m = document.querySelector('#fig-forest .mark');"
         "m.scrollIntoView({block: 'center', behavior: 'instant'});"
@@ -239,7 +190,7 @@ def test_marks_tell_their_numbers_by_mouse_and_by_keyboard(browser: Browser, rep
 
 
 def test_everything_that_can_be_pressed_can_be_reached_and_has_a_name(browser: Browser, report: Path) -> None:
-    opened(browser, report)
+    browser.show_all(report.as_uri())
     nameless = browser.run(
         "return [...document.querySelectorAll('button, select, input, svg[tabindex]')].filter(e => e.tabIndex < 0 ||"
         " !(e.ariaLabel || e.textContent.trim() || e.closest('label')?.textContent.trim())).map(e => e.outerHTML)"
@@ -253,19 +204,19 @@ def test_everything_that_can_be_pressed_can_be_reached_and_has_a_name(browser: B
 
 
 def test_names_are_text_and_never_markup(browser: Browser, report: Path, tmp_path: Path) -> None:
-    data = gather([fabricate(tmp_path / "s", spec(seeds=1, lrs=[1e-3]), steps=20)])
+    data = gather_data([fabricate(tmp_path / "s", spec(seeds=1, lrs=[1e-3]), steps=20)])
     wild = "<img src=x onerror=document.title='owned'>"
     data["groups"][0] |= {"corpus": wild, "headline": wild, "notes": [wild], "settling": wild, "command": wild}
     data["groups"][0]["arms"][1]["name"] = wild
-    (tmp_path / "r.html").write_text(rendered(data), encoding="utf-8")
-    opened(browser, tmp_path / "r.html")
+    (tmp_path / "r.html").write_text(render_report(data), encoding="utf-8")
+    browser.show_all((tmp_path / "r.html").as_uri())
     assert browser.run("return document.querySelectorAll('img').length") == 0
     assert browser.run("return document.title") != "owned"
     assert browser.complaints == []
 
 
 def test_figures_and_tables_are_saved(browser: Browser, report: Path, tmp_path: Path) -> None:
-    opened(browser, report)
+    browser.show_all(report.as_uri())
     browser.run("document.querySelectorAll('details').forEach(d => { d.open = true })")
     browser.settle()
     browser.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
@@ -301,14 +252,14 @@ def test_figures_and_tables_are_saved(browser: Browser, report: Path, tmp_path: 
 
 
 def test_a_single_seed_and_a_study_without_runs_are_said_plainly(browser: Browser, tmp_path: Path) -> None:
-    one = build([fabricate(tmp_path / "one", spec(seeds=1), steps=20)], tmp_path / "one.html")
-    opened(browser, one)
+    one = build_report([fabricate(tmp_path / "one", spec(seeds=1), steps=20)], tmp_path / "one.html")
+    browser.show_all((one).as_uri())
     assert "anecdote" in browser.run("return document.querySelector('#fig-forest').textContent")
     assert browser.run("return document.querySelectorAll('#fig-forest path.mark[stroke-width=\"2.2\"]').length") == 0
     assert browser.complaints == []
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "study.json").write_bytes((tmp_path / "one" / "study.json").read_bytes())
-    opened(browser, build([tmp_path / "none"], tmp_path / "none.html"))
+    browser.show_all(build_report([tmp_path / "none"], tmp_path / "none.html").as_uri())
     assert "Nothing to compare" in browser.run("return document.querySelector('.headline').textContent")
     assert browser.complaints == []
 
@@ -316,7 +267,7 @@ def test_a_single_seed_and_a_study_without_runs_are_said_plainly(browser: Browse
 def test_plain_runs_have_a_page_without_a_verdict(browser: Browser, tmp_path: Path) -> None:
     folder = fabricate(tmp_path / "s", spec(seeds=2, lrs=[1e-3]), steps=40)
     (folder / "study.json").unlink()
-    opened(browser, build([folder], tmp_path / "r.html"))
+    browser.show_all(build_report([folder], tmp_path / "r.html").as_uri())
     assert "no study" in browser.run("return document.querySelector('#verdict').textContent")
     assert browser.run("return document.querySelectorAll('#fig-curves .mark').length") > 5
     assert browser.complaints == []
@@ -328,7 +279,7 @@ def test_the_served_page_reloads_when_a_run_has_news_and_keeps_what_was_hidden(
     study = spec(seeds=1, lrs=[1e-3])
     last = Planned("stdlib", "qk-norm", 1e-3, 0)
     folder = fabricate(tmp_path / "s", study, steps=20, unfinished=(last,))
-    with Live([folder], 0, every=0.1) as live:
+    with ReportServer([folder], 0, every=0.1) as live:
         browser.open(live.address)
         assert "4 of 5 runs have ended" in browser.run("return document.querySelector('.answer').textContent")
         browser.click('.legend[data-arm="1"]')
@@ -348,15 +299,15 @@ def test_the_served_page_reloads_when_a_run_has_news_and_keeps_what_was_hidden(
 def test_three_hundred_runs_load_at_once_and_stay_small(browser: Browser, tmp_path: Path) -> None:
     study = spec(seeds=20, lrs=[1e-3, 2e-3, 3e-3])
     folder = fabricate(tmp_path / "s", study, steps=300, everywhere=True)
-    data = gather([folder])
+    data = gather_data([folder])
     assert len(data["groups"][0]["runs"]) == 300
-    data["groups"][0]["attention"] = {arm["name"]: attention() for arm in data["groups"][0]["arms"]}
+    data["groups"][0]["attention"] = {arm["name"]: make_attention() for arm in data["groups"][0]["arms"]}
     path = tmp_path / "r.html"
-    path.write_text(rendered(data), encoding="utf-8")
+    path.write_text(render_report(data), encoding="utf-8")
     assert path.stat().st_size < 5e6
     seconds = min(browser.open(path.as_uri()) for _ in range(2))
     assert seconds < 2
-    draw_all(browser)
+    browser.scroll_through()
     assert browser.run("return document.querySelectorAll('figure svg').length") == len(FIGURES)
     pressed = browser.run(
         "document.querySelector('#fig-curves').scrollIntoView({behavior: 'instant'});"
@@ -365,8 +316,3 @@ def test_three_hundred_runs_load_at_once_and_stay_small(browser: Browser, tmp_pa
     )
     assert pressed < 500
     assert browser.complaints == []
-
-
-def test_all_scripts_are_in_the_page() -> None:
-    folder = Path(page_module.__file__).parent / "page"
-    assert {path.name for path in folder.glob("*.js")} == set(page_module.SCRIPTS)

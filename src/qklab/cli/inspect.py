@@ -7,7 +7,7 @@ from tyro.conf import Positional
 
 @dataclasses.dataclass(frozen=True)
 class InspectCommand:
-    """What the attention of a trained model does on a text: figures, a page, and the numbers as JSON.
+    """What the attention of a trained model does on a text: one page of figures, and the numbers as JSON.
 
     Args:
         run: a run directory
@@ -22,10 +22,10 @@ class InspectCommand:
     best: bool = False
 
     def execute(self) -> int:
-        from qklab.report.inspect import inspect
+        from qklab.report.inspect import inspect_run
 
         which = "best" if self.best else "newest"
         out = self.out or self.run / "inspect"
-        for path in inspect(self.run, self.text, out, which=which, say=lambda note: print(note, file=sys.stderr)):
+        for path in inspect_run(self.run, self.text, out, which=which, say=lambda note: print(note, file=sys.stderr)):
             print(path)
         return 0

@@ -26,7 +26,7 @@ class ReportCommand:
         if not self.folders:
             raise ValueError("a report needs a study or a run directory, e.g. qklab report comparisons/stdlib.")
         if self.watch:
-            report.serve(self.folders, self.port)
+            report.serve_report(self.folders, self.port)
             return 0
-        print(report.build(self.folders, self.out or self.folders[0] / "report.html"))
+        print(report.build_report(self.folders, self.out or self.folders[0] / "report.html"))
         return 0

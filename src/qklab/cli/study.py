@@ -86,7 +86,7 @@ def execute_and_report(study: Any, slots: Callable[[], Any], display: Any, comma
     finally:
         display.close()
     print(f"\n{answer(study.spec, results, looks)}")
-    print(f"\nThe pictures: {report.build([study.folder], study.folder / 'report.html')}")
+    print(f"\nThe pictures: {report.build_report([study.folder], study.folder / 'report.html')}")
     if study.mirror is not None:
         for name in ("looks.json", "report.html"):
             study.mirror.put(name)

@@ -21,8 +21,8 @@ from qklab.hf import QKLabForCausalLM, to_transformers
 from qklab.hf.export import export, fast_tokenizer
 from qklab.runs import RunDirectory
 from qklab.train.launch import train
-from qklab.train.spec import merged, resolve
-from qklab.train.trained import load
+from qklab.train.load import load_model
+from qklab.train.settings import merge_settings, resolve_run
 
 ROOT = Path(__file__).parents[2]
 TINY: dict[str, Any] = {
@@ -56,7 +56,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(corpus: Path, folder: Path, **changes: Any) -> Path:
-    spec, execution = resolve(merged(merged(TINY, {"corpus": {"source": str(corpus)}}), changes))
+    spec, execution = resolve_run(merge_settings(merge_settings(TINY, {"corpus": {"source": str(corpus)}}), changes))
     assert train(spec, folder, execution).status == "finished"
     return folder
 
@@ -67,7 +67,7 @@ def test_every_golden_model_is_in_its_export_bit_for_bit(corpus: Path, tmp_path:
     for arm, attention in ARMS.items():
         run = trained(corpus, tmp_path / arm, attention={"heads": 2} | attention)
         model: Any = AutoModelForCausalLM.from_pretrained(export(run, tmp_path / f"{arm}-out"))
-        plain, _ = load(run)
+        plain, _ = load_model(run)
         with torch.no_grad():
             assert torch.equal(model(ids).logits, plain(ids)), arm
         way: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
@@ -109,7 +109,7 @@ ids = tokenizer("Licence", return_tensors="pt")
 print(ids.input_ids.tolist(), model(**ids).logits.double().sum().item(), model.generation_config.eos_token_id)
 """
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    plain, tokenizer = load(run, "best")
+    plain, tokenizer = load_model(run, "best")
     ids = [tokenizer.eot, *tokenizer.encode(["Licence"])[0].tolist()]
     total = plain(torch.tensor([ids])).double().sum().item()
     assert said.strip() == f"{[ids]} {total} {tokenizer.eot}"

@@ -12,7 +12,7 @@ from qklab.data import DataSpec, prepare_corpus
 from qklab.report.build import render_report
 from qklab.report.data import gather_data
 from qklab.train.launch import train
-from qklab.train.spec import merged, resolve
+from qklab.train.settings import merge_settings, resolve_run
 
 
 @pytest.fixture(scope="session")
@@ -53,7 +53,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def train_tiny(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainTiny:
     def run(**changes: Any) -> Path:
-        spec, execution = resolve(merged(merged(TINY, {"corpus": {"source": str(corpus)}}), changes))
+        spec, execution = resolve_run(
+            merge_settings(merge_settings(TINY, {"corpus": {"source": str(corpus)}}), changes)
+        )
         folder = tmp_path_factory.mktemp("run") / "run"
         assert train(spec, folder, execution).status == "finished"
         return folder

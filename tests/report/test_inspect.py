@@ -19,14 +19,14 @@ from qklab.report import inspect as inspect_module
 from qklab.report.inspect import inspect_run, load_inspection, read_attention, token_text
 from qklab.report.page import fill_template, pack_maps
 from qklab.runs.directory import RunDirectory, RunError
-from qklab.train.trained import load
+from qklab.train.load import load_model
 
 TEXT = 'if x < 1 & y > 2: <script>"'
 LONG = TEXT + " again" * 6
 
 
 def ids_of(run: Path, text: str) -> torch.Tensor:
-    _, tokenizer = load(run)
+    _, tokenizer = load_model(run)
     return torch.tensor([[tokenizer.eot, *tokenizer.encode([text])[0].tolist()]])
 
 
@@ -35,7 +35,7 @@ def test_the_maps_are_those_of_three_layers_of_the_checkpoint(run: Path):
     assert steps["best"] < steps["newest"] == 12
     for which in ("newest", "best"):
         found = read_attention(run, TEXT, which=which)
-        model, _ = load(run, which)
+        model, _ = load_model(run, which)
         assert found["tokens"] == ["<|endoftext|>", *TEXT]
         assert {name: each["index"] for name, each in found["layers"].items()} == {"first": 0, "middle": 1, "last": 2}
         for layer in found["layers"].values():
@@ -73,7 +73,7 @@ def content(out: Path) -> dict[str, Any]:
 
 def test_the_json_holds_every_quantity_and_where_it_comes_from(run: Path, content: dict[str, Any]):
     record = RunDirectory(run).read()
-    model, _ = load(run)
+    model, _ = load_model(run)
     whole = diagnose(model, ids_of(run, LONG))
     assert content["text"] == "<|endoftext|>" + LONG
     assert len(content["tokens"]) == len(LONG) + 1
@@ -180,7 +180,7 @@ def test_any_token_is_shown_without_control_characters(browser: Browser, content
 def test_a_diverged_model_is_shown_as_such(
     run: Path, browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    model, tokenizer = load(run)
+    model, tokenizer = load_model(run)
     with torch.no_grad():
         model.embed.weight.fill_(math.nan)
     monkeypatch.setattr(inspect_module, "load", lambda *_: (model, tokenizer))
@@ -211,7 +211,7 @@ def test_empty_text_is_the_first_validation_window(run: Path, corpus: Path, tmp_
     split = Corpus.open(corpus).splits["valid"]
     stream = split.read(0, CONTEXT)
     found = read_attention(run, "  \n", tokens=CONTEXT)
-    _, tokenizer = load(run)
+    _, tokenizer = load_model(run)
     assert found["tokens"] == [token_text(tokenizer, int(token)) for token in stream]
     begins = int(split.starts[1])
     assert 0 < begins < CONTEXT  # a second document is in the window, and is blind to the first

@@ -189,7 +189,7 @@ def test_a_run_that_hangs_when_the_study_stops_is_ended(
 
 def test_an_orphan_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = list[float]()
-    with RunDirectory(tmp_path).locked() as held:
+    with RunDirectory(tmp_path).lock() as held:
         assert in_use(tmp_path)
 
         def look(seconds: float) -> None:
@@ -200,7 +200,7 @@ def test_an_orphan_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(time, "sleep", look)
         wait_for_orphan(tmp_path, os.getppid())
         assert looks == [worker.LOOK] * 3
-    with RunDirectory(tmp_path).locked():  # and nothing is held by the one who waited
+    with RunDirectory(tmp_path).lock():  # and nothing is held by the one who waited
         wait_for_orphan(tmp_path, 0)  # whose study is gone in the meantime
         monkeypatch.setattr(worker, "SAVING", 0.0)
         wait_for_orphan(tmp_path, os.getppid())

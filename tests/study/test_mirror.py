@@ -25,10 +25,10 @@ from qklab.study import carry, mirror, remote
 from qklab.study.carry import Carrier, TakenError
 from qklab.study.mirror import Mirror, cache_of, carried, is_url
 from qklab.study.spec import StudyError
-from qklab.train import store
-from qklab.train.checkpoint import Checkpoints, Snapshot
+from qklab.train.checkpoint import Checkpoints, Snapshot, store
 from qklab.train.launch import train
-from qklab.train.spec import ExecutionSpec, RunSpec, resolve
+from qklab.train.settings import resolve_run
+from qklab.train.spec import ExecutionSpec, RunSpec
 
 URL = "frail://bucket/a1"
 PLACE = Path("text", "k=v", "lr0.001-seed0")
@@ -175,9 +175,9 @@ class Machine:
         if not old:
             (self.folder / "tokenizer.json").write_text('{"kind": "bytes"}')
             directory.write("run.json", {"id": os.urandom(16).hex(), "spec": {}, "data": {}, "environment": {}})
-        found = self.checkpoints().newest()
+        found = self.checkpoints().find_newest()
         self.began_at = step = found.step if found else 0
-        weights = found.tensors("model.")["model.w"] if found else torch.zeros(5)
+        weights = found.read_tensors("model.")["model.w"] if found else torch.zeros(5)
         metrics = MetricsFile(directory.metrics_path)
         if old:
             metrics.append({"kind": "resume", "step": step})
@@ -203,7 +203,7 @@ def left_behind(folder: Path) -> dict[str, Any]:
     directory = RunDirectory(folder)
     checkpoints = {}
     for path in sorted(folder.glob("checkpoints/step-*")):
-        assert store.verify(path, directory.read()["id"]).path == path
+        assert store.verify_checkpoint(path, directory.read()["id"]).path == path
         checkpoints[path.name] = {file.name: file.read_bytes() for file in path.glob("*.safetensors")}
     return {
         "metrics": [{k: v for k, v in record.items() if k != "time"} for record in directory.metrics()],
@@ -231,7 +231,7 @@ def whole_at_store() -> list[int]:
     found = []
     for path in at_store(AT).glob("checkpoints/step-*"):
         try:
-            found.append(store.verify(path, None).step)
+            found.append(store.verify_checkpoint(path, None).step)
         except store.CheckpointError:
             continue
     return sorted(found)
@@ -304,7 +304,7 @@ def test_the_order_in_which_a_run_is_carried(tmp_path: Path) -> None:
         at = f"checkpoints/step-{step:010d}"
         own = [name for name in written if name.startswith(at)]
         assert own[-1] == f"{at}/manifest.json"
-        assert set(own[:-1]) == {f"{at}/{name}" for name in ("model.safetensors", "state.json", "metrics.jsonl")}
+        assert set(own[:-1]) == {f"{at}/{name}" for name in ("model.safetensors", "metrics.jsonl")}
         assert written.index(f"probes/step-{step:010d}.json") < written.index(own[-1])
         deleted = [i for i, (what, name) in enumerate(done) if what == "delete" and name.startswith(at)]
         if step not in (2, 5, 6):
@@ -557,7 +557,7 @@ def test_what_was_sent_in_part_and_is_gone_here_is_deleted_there(tmp_path: Path)
     machine.live(3)
     shelf = machine.checkpoints()
     save(shelf, 4)
-    failing(10**9, OSError("down"), lambda what, path: path.endswith("4/state.json"))
+    failing(10**9, OSError("down"), lambda what, path: path.endswith("4/model.safetensors"))
     with pytest.raises(StudyError):
         machine.carrier.carry()
     revive()
@@ -580,10 +580,10 @@ def test_what_a_store_lost_is_sent_again(tmp_path: Path) -> None:
 def test_an_old_manifest_does_not_vouch_for_new_files(tmp_path: Path, expected: dict[str, Any]) -> None:
     """Someone who sends a checkpoint in the place of a damaged one dies, and goes on."""
     Machine(tmp_path / "a").live(5)
-    path = at_store(f"{AT}/checkpoints/step-0000000005/state.json")
-    path.write_bytes(path.read_bytes().replace(b"5", b"6"))
+    path = at_store(f"{AT}/checkpoints/step-0000000005/model.safetensors")
+    path.write_bytes(path.read_bytes()[::-1])
     second = Machine(tmp_path / "b")
-    Frail.act = dies_when(lambda what, path: what == "write" and path.endswith("5/state.json"))
+    Frail.act = dies_when(lambda what, path: what == "write" and path.endswith("5/model.safetensors"))
     Frail.tears = False
     with pytest.raises(Dead):
         second.live()
@@ -594,7 +594,7 @@ def test_an_old_manifest_does_not_vouch_for_new_files(tmp_path: Path, expected: 
 
 
 def test_records_after_the_checkpoint_are_those_of_who_went_on(tmp_path: Path, expected: dict[str, Any]) -> None:
-    Frail.act = dies_when(lambda what, path: path.endswith("5/state.json"))
+    Frail.act = dies_when(lambda what, path: path.endswith("5/model.safetensors"))
     with pytest.raises(Dead):
         Machine(tmp_path / "a").live()
     probe = at_store(f"{AT}/probes/step-0000000005.json")
@@ -1236,7 +1236,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunSpec, ExecutionSp
         out=folder / "prepared",
         workers=1,
     )
-    return resolve(
+    return resolve_run(
         {
             "corpus": {"source": str(corpus.folder), "tokenizer": "bytes"},
             "model": {"layers": 1, "width": 16, "context": 32},

@@ -11,8 +11,8 @@ from tiny import Settings, tiny
 
 from qklab.runs import RunDirectory
 from qklab.train.launch import train
+from qklab.train.load import load_model
 from qklab.train.spec import ExecutionSpec, RunSpec
-from qklab.train.trained import load
 
 
 def rank_of(rank: int, world: int, port: int, spec: RunSpec, execution: ExecutionSpec, folder: Path, stop: int) -> None:
@@ -96,7 +96,7 @@ def test_a_run_saved_on_some_ranks_continues_on_others(
     assert '"step": 7' in resumed[0]
     assert curve(folder) == pytest.approx(curve(alone), abs=2e-5)
     assert evaluations(folder) == pytest.approx(evaluations(alone), abs=2e-5)
-    ours, reference = load(folder)[0], load(alone)[0]
+    ours, reference = load_model(folder)[0], load_model(alone)[0]
     for p, q in zip(ours.parameters(), reference.parameters(), strict=True):
         assert (p - q).abs().max() < 1e-4
 

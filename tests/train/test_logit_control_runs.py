@@ -25,10 +25,10 @@ from qklab.optim import LogitControlSpec
 from qklab.runs import MetricsFile, RunDirectory
 from qklab.train.checkpoint import Checkpoints
 from qklab.train.launch import train
+from qklab.train.load import load_model
 from qklab.train.loop import Loop
 from qklab.train.machine import Machine
 from qklab.train.spec import ExecutionSpec, RunSpec
-from qklab.train.trained import load
 from qklab.train.trainer import Trainer
 
 LATENT = {"heads": 2, "latent": {"query_rank": 12, "kv_rank": 8, "rope_width": 4}}
@@ -114,7 +114,7 @@ def test_a_checkpoints_initial_norms_replace_those_of_the_new_model(settings: Se
     other = spec.replace(seed=9, precision="fp32")
     trainer = Trainer(other, execution, Corpus.open(spec.corpus.source), Machine.open(execution))
     own = {name: tensor.clone() for name, tensor in trainer.optimiser.tensors().items()}
-    found = Checkpoints(tmp_path / "run" / "checkpoints").newest()
+    found = Checkpoints(tmp_path / "run" / "checkpoints").find_newest()
     assert found is not None
     trainer.restore(found)
     for name, tensor in saved(tmp_path / "run").items():
@@ -130,7 +130,7 @@ def test_without_control_there_are_no_factors(settings: Settings, tmp_path: Path
 
 
 def weights(folder: Path) -> list[Tensor]:
-    return [parameter.detach() for parameter in load(folder)[0].parameters()]
+    return [parameter.detach() for parameter in load_model(folder)[0].parameters()]
 
 
 def test_methods_train_differently_and_none_is_the_bare_optimiser(settings: Settings, tmp_path: Path) -> None:

@@ -17,11 +17,13 @@ from qklab.data import DataSpec, prepare_corpus
 from qklab.model.decoder import Decoder
 from qklab.runs import RunDirectory, RunError
 from qklab.schema import SpecError
-from qklab.train.finish import unigram_loss
-from qklab.train.launch import asked, told, train
+from qklab.train.launch import describe_outcome, train
+from qklab.train.load import load_model, sample_text
 from qklab.train.loop import Loop
-from qklab.train.spec import ExecutionSpec, RunSpec, resolve
-from qklab.train.trained import load, sample
+from qklab.train.resume import resolve_request
+from qklab.train.settings import resolve_run
+from qklab.train.spec import ExecutionSpec, RunSpec
+from qklab.train.summary import measure_unigram_loss
 from qklab.train.trainer import Trainer
 
 
@@ -53,7 +55,7 @@ def test_a_run_leaves_everything_it_promises(settings: Settings, tmp_path: Path)
     assert summary["training_flops"] == 12 * 3 * 384 * spec.model.flops_per_token()
     assert set(summary["evaluation"]) == {"valid", "test"}
     assert summary["best"]["validation_loss"] == min(r["loss"] for r in directory.metrics("evaluation"))
-    assert "bits per byte" in told(outcome)
+    assert "bits per byte" in describe_outcome(outcome)
 
 
 def test_perplexity_and_bits_per_byte_are_those_of_the_whole_split(settings: Settings, tmp_path: Path) -> None:
@@ -61,7 +63,7 @@ def test_perplexity_and_bits_per_byte_are_those_of_the_whole_split(settings: Set
     spec, execution = settings(model={"context": 4096}, batch={"sequences": 1}, budget={"tokens": 3 * 4096})
     summary = train(spec, tmp_path / "run", execution).summary
     assert summary is not None
-    model, tokenizer = load(tmp_path / "run")
+    model, tokenizer = load_model(tmp_path / "run")
     corpus = prepare_corpus(spec.corpus)
     split = corpus.splits["valid"]
     nats, tokens = 0.0, 0
@@ -86,7 +88,7 @@ def test_the_unigram_loss_is_the_cross_entropy_of_the_training_frequencies(corpu
     valid_ids = corpus.splits["valid"].read(0, corpus.splits["valid"].tokens).tolist()
     total = len(train_ids) + corpus.tokenizer.vocab
     expected = -sum(math.log((train_ids.count(t) + 1) / total) for t in valid_ids) / len(valid_ids)
-    assert unigram_loss(corpus, "valid") == pytest.approx(expected, rel=1e-12)
+    assert measure_unigram_loss(corpus, "valid") == pytest.approx(expected, rel=1e-12)
 
 
 def test_budgets_in_flops_and_seconds(settings: Settings, tmp_path: Path) -> None:
@@ -108,7 +110,7 @@ def test_steps_that_are_not_finite_are_skipped_and_then_end_the_run(
     what: str, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, execution = settings(max_skips=2)
-    plain, before = Trainer.shared, {}
+    plain, before = Trainer.average_over_ranks, {}
 
     def broken(bad: set[int]) -> Callable[..., torch.Tensor]:
         def shared(self: Trainer, nats: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
@@ -119,7 +121,7 @@ def test_steps_that_are_not_finite_are_skipped_and_then_end_the_run(
 
         return shared
 
-    monkeypatch.setattr(Trainer, "shared", broken({3, 6}))
+    monkeypatch.setattr(Trainer, "average_over_ranks", broken({3, 6}))
     outcome = train(spec, tmp_path / "some", execution)
     assert outcome.status == "finished"
     assert outcome.summary is not None
@@ -129,7 +131,7 @@ def test_steps_that_are_not_finite_are_skipped_and_then_end_the_run(
     assert torch.equal(before[3], before[4])  # a skipped step changes nothing
     assert not torch.equal(before[4], before[5])
 
-    monkeypatch.setattr(Trainer, "shared", broken(set(range(3, 13))))
+    monkeypatch.setattr(Trainer, "average_over_ranks", broken(set(range(3, 13))))
     outcome = train(spec, tmp_path / "all", execution)
     assert outcome.status == "diverged"
     summary = RunDirectory(tmp_path / "all").summary()
@@ -222,17 +224,17 @@ def test_a_trained_model_comes_back_and_generates(settings: Settings, tmp_path: 
     spec, execution = settings()
     train(spec, tmp_path / "run", execution)
     for which in ("newest", "best"):
-        decoder, tokenizer = load(tmp_path / "run", which)
-        text = sample(decoder, tokenizer, "Lic", 12, temperature=1.0, seed=0)
+        decoder, tokenizer = load_model(tmp_path / "run", which)
+        text = sample_text(decoder, tokenizer, "Lic", 12, temperature=1.0, seed=0)
         assert text.startswith("Lic")
-        assert text == sample(decoder, tokenizer, "Lic", 12, temperature=1.0, seed=0)
+        assert text == sample_text(decoder, tokenizer, "Lic", 12, temperature=1.0, seed=0)
     with pytest.raises(RunError, match="is not a run directory"):
-        load(tmp_path)
+        load_model(tmp_path)
 
 
 @pytest.mark.long
 def test_nano_learns_the_standard_library_well_below_a_unigram_model(tmp_path: Path) -> None:
-    spec, execution = resolve(
+    spec, execution = resolve_run(
         {
             "batch": {"sequences": 8},
             "budget": {"tokens": 120_000},
@@ -266,7 +268,7 @@ def test_unknown_settings_are_refused_with_a_suggestion() -> None:
         ({"model": {"vocab": 100}, "corpus": {"tokenizer": "gpt2"}}, r"nearest legal: model\.vocab=50304"),
     ]:
         with pytest.raises(ValueError, match=message):
-            resolve(values)
+            resolve_run(values)
 
 
 def test_a_run_directory_of_another_run_is_refused(settings: Settings, tmp_path: Path) -> None:
@@ -278,11 +280,11 @@ def test_a_run_directory_of_another_run_is_refused(settings: Settings, tmp_path:
     ):
         train(other, tmp_path / "run", execution)
     with pytest.raises(RunError, match=r"holds a run with model\.attention\.share='none', but 'k=v' came"):
-        asked({"attention": {"share": "k=v"}}, None, tmp_path / "run")
+        resolve_request({"attention": {"share": "k=v"}}, None, tmp_path / "run")
     for values in ({"attention": {"coupling": {"kind": "leapfrog"}}}, {"model": {"recipe": "51m"}}):
         with pytest.raises(RunError, match=r"holds a run with model\."):
-            asked(values, None, tmp_path / "run")
-    same, _ = asked({"optimiser": {"lr": 3e-3}}, None, tmp_path / "run")
+            resolve_request(values, None, tmp_path / "run")
+    same, _ = resolve_request({"optimiser": {"lr": 3e-3}}, None, tmp_path / "run")
     assert same == spec.replace(precision="fp32")
 
 
@@ -325,7 +327,7 @@ def test_another_tokenizer_is_refused(settings: Settings, tmp_path: Path) -> Non
         train(spec, tmp_path / "run", execution)
     with pytest.raises(SpecError, match="was prepared with tokenizer='bpe', but 'bytes' came"):
         settings(corpus={"source": str(tmp_path / "link")})
-    adopted, _ = resolve({"corpus": {"source": str(tmp_path / "link")}})
+    adopted, _ = resolve_run({"corpus": {"source": str(tmp_path / "link")}})
     assert adopted.corpus.tokenizer == "bpe"
     assert adopted.corpus.vocab == 300
     assert adopted.model.vocab == 320
@@ -356,7 +358,7 @@ def test_a_lost_record_is_refused_before_anything_is_written(settings: Settings,
 
 def test_two_processes_in_one_directory(settings: Settings, tmp_path: Path) -> None:
     spec, execution = settings()
-    with RunDirectory(tmp_path / "run").locked(), pytest.raises(RunError, match="in use by another process"):
+    with RunDirectory(tmp_path / "run").lock(), pytest.raises(RunError, match="in use by another process"):
         train(spec, tmp_path / "run", execution)
 
 

@@ -15,7 +15,8 @@ from qklab.data import DataSpec
 from qklab.optim import OptimiserSpec, ScheduleSpec
 from qklab.runs import MetricsFile, RunDirectory
 from qklab.schema import Spec
-from qklab.train.spec import BatchSpec, BudgetSpec, EvaluationSpec, ExecutionSpec, RunSpec, resolve
+from qklab.train.settings import resolve_run
+from qklab.train.spec import BatchSpec, BudgetSpec, EvaluationSpec, ExecutionSpec, RunSpec
 
 PAGE = Path(__file__).parents[2] / "docs/training.md"
 
@@ -181,7 +182,7 @@ def test_another_runs_directory_and_damaged_records_are_refused(
 def test_the_run_file_in_the_documentation_is_a_run() -> None:
     found = re.search(r"^```toml\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     assert found is not None
-    spec, execution = resolve(tomllib.loads(found[1]))
+    spec, execution = resolve_run(tomllib.loads(found[1]))
     assert spec.model.attention.name == "(Q,K=V) · leapfrog×1 · qk-norm"
     assert spec.steps == 489
     assert execution.sinks == "tensorboard"

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from qklab.train.spec import ExecutionSpec, RunSpec, merged, resolve
+from qklab.train.settings import merge_settings, resolve_run
+from qklab.train.spec import ExecutionSpec, RunSpec
 
 TINY: dict[str, Any] = {
     "corpus": {"tokenizer": "bytes"},
@@ -21,4 +22,4 @@ Settings = Callable[..., tuple[RunSpec, ExecutionSpec]]
 
 def tiny(folder: Path, /, **changes: Any) -> tuple[RunSpec, ExecutionSpec]:
     """The tiny run on a prepared corpus, with changes, e.g. optimiser={"lr": 1e-3}."""
-    return resolve(merged(merged(TINY, {"corpus": {"source": str(folder)}}), changes))
+    return resolve_run(merge_settings(merge_settings(TINY, {"corpus": {"source": str(folder)}}), changes))

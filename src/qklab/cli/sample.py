@@ -24,8 +24,8 @@ class SampleCommand:
     best: bool = False
 
     def execute(self) -> int:
-        from qklab.train.trained import load, sample
+        from qklab.train.load import load_model, sample_text
 
-        decoder, tokenizer = load(self.run, "best" if self.best else "newest")
-        print(sample(decoder, tokenizer, self.prompt, self.tokens, temperature=self.temperature, seed=self.seed))
+        decoder, tokenizer = load_model(self.run, "best" if self.best else "newest")
+        print(sample_text(decoder, tokenizer, self.prompt, self.tokens, temperature=self.temperature, seed=self.seed))
         return 0

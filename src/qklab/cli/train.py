@@ -60,11 +60,12 @@ class TrainCommand(make_run_flags()):
     def execute(self) -> int:
         from qklab.train import launch
         from qklab.train.progress import Terminal
+        from qklab.train.resume import resolve_request
 
         values = collect_given(self)
         file, out, data, quiet = (values.pop(name, None) for name in ("file", "out", "data", "quiet"))
-        spec, execution = launch.asked(values, file, out)
+        spec, execution = resolve_request(values, file, out)
         outcome = launch.train(spec, out, execution, data=data, display=None if quiet else Terminal())
         if int(os.environ.get("RANK", 0)) == 0:
-            print(launch.told(outcome))
+            print(launch.describe_outcome(outcome))
         return launch.EXIT_CODES[outcome.status]

@@ -14,7 +14,7 @@ from qklab.study.looks import read_looks
 from qklab.study.plan import Planned
 from qklab.study.results import Result, ledger
 from qklab.study.spec import StudySpec
-from qklab.train.same import flat
+from qklab.train.resume import flatten_settings
 
 NOT_AN_ARM = {"seed", "corpus.source"}  # settings in which runs of one arm may differ
 
@@ -57,7 +57,9 @@ class RunGroup:
             return
         try:
             record = directory.read()
-            self.runs.append(RecordedRun(folder, record, directory.summary(), flat(record["spec"]), planned))
+            self.runs.append(
+                RecordedRun(folder, record, directory.summary(), flatten_settings(record["spec"]), planned)
+            )
         except RunError as error:
             self.notes.append(f"Left out: {error}")
 
@@ -133,7 +135,7 @@ def group_plain_runs(folders: Sequence[Path]) -> list[RunGroup]:
     for folder in folders:
         try:
             record = RunDirectory(folder).read()
-            read.append((folder, record, flat(record["spec"])))
+            read.append((folder, record, flatten_settings(record["spec"])))
         except RunError as error:
             notes.append(f"Left out: {error}")
     names = name_arms([(record.get("name", folder.name), settings) for folder, record, settings in read])

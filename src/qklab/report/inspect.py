@@ -18,12 +18,12 @@ from qklab.model.decoder import Decoder
 from qklab.model.diagnose import Diagnosis, diagnose, singular_values
 from qklab.report.page import fill_template, pack_maps
 from qklab.runs.directory import RunDirectory, RunError
-from qklab.runs.environment import commit
+from qklab.runs.environment import find_commit
 from qklab.runs.files import describe_os_error, write_text
 from qklab.train.checkpoint import Checkpoints
-from qklab.train.probe import as_json
+from qklab.train.load import load_model
+from qklab.train.probe import round_numbers
 from qklab.train.spec import RunSpec
-from qklab.train.trained import load
 
 FORMAT = 1
 SHOWN = 48  # tokens of an attention map
@@ -73,9 +73,9 @@ class Inspection:
             "text": self.tokenizer.decode(self.ids[0].tolist()),
             "tokens": self.tokens,
             "notes": self.notes,
-            "diagnostics": {name: as_json(values.tolist()) for name, values in diagnosis.items()},
+            "diagnostics": {name: round_numbers(values.tolist()) for name, values in diagnosis.items()},
             "largest_entropy": float(diagnosis.visible.sum(-1).float().log().mean()),
-            "singular_values": as_json((sigma / sigma[..., :1]).tolist()),
+            "singular_values": round_numbers((sigma / sigma[..., :1]).tolist()),
             "layers": self.measure_attention(SHOWN)["layers"],
             "provenance": {
                 "run": record["id"],
@@ -86,7 +86,7 @@ class Inspection:
                 "fingerprint": record.get("fingerprint"),
                 "corpus": spec.corpus.source,
                 "data": record["data"].get("hash"),
-                "inspected_at_commit": commit(),
+                "inspected_at_commit": find_commit(),
             },
         }
 
@@ -132,7 +132,7 @@ def load_inspection(run: Path, text: str, which: Which = "newest", tokens: int |
     checkpoints = Checkpoints(directory.checkpoints_path, run=record["id"], say=lambda sentence: None)
     while True:  # until none was saved while it was loaded
         step = find_step(checkpoints, run, which)
-        model, tokenizer = load(run, which)
+        model, tokenizer = load_model(run, which)
         if find_step(checkpoints, run, which) == step:
             break
     notes: list[str] = []
@@ -165,7 +165,7 @@ def refuse_other_folders(run: Path) -> None:
 def find_step(checkpoints: Checkpoints, run: Path, which: Which) -> int:
     if which not in ("newest", "best"):
         raise ValueError(f"which must be 'newest' or 'best', but {which!r} came.")
-    found = checkpoints.newest() if which == "newest" else checkpoints.best()
+    found = checkpoints.find_newest() if which == "newest" else checkpoints.find_best()
     if found is None:
         best = "best " * (which == "best")
         raise RunError(f"{run} has no {best}checkpoint yet; train it until one is saved: qklab train --out {run}.")

@@ -25,7 +25,7 @@ class RunError(ValueError):
 
 
 class RunDirectory:
-    """A run's files. Reading needs nothing; writing needs `with RunDirectory(path).locked():`."""
+    """A run's files. Reading needs nothing; writing needs `lock()`, which leaving the `with` block frees."""
 
     def __init__(self, path: Path | str):
         self.path = Path(path)
@@ -75,7 +75,7 @@ class RunDirectory:
     def write(self, name: str, value: dict[str, Any]) -> None:
         write_json(self.path / name, {"format": FORMAT} | value)
 
-    def locked(self) -> Self:
+    def lock(self) -> Self:
         """Create the directory if need be and hold its lock, which the system frees however this process ends."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)

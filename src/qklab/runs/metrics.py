@@ -16,16 +16,16 @@ Record = dict[str, Any]
 
 class MetricsFile(AppendedFile):
     def append(self, record: Record) -> None:
-        self.append_line(json.dumps(plain(record), ensure_ascii=False, allow_nan=False))
+        self.append_line(json.dumps(spell_nonfinite(record), ensure_ascii=False, allow_nan=False))
 
 
-def plain(value: Any) -> Any:
+def spell_nonfinite(value: Any) -> Any:
     """JSON has no NaN or infinity: they become the strings "nan", "inf", "-inf"."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {key: plain(inner) for key, inner in value.items()}
-    return [plain(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {key: spell_nonfinite(inner) for key, inner in value.items()}
+    return [spell_nonfinite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def read_metrics(path: Path, kind: str | None = None) -> list[Record]:

@@ -29,7 +29,7 @@ from typing import Any
 from qklab.runs.files import link_file, lock_file, rename_folder, write_bytes
 from qklab.study.remote import Store
 from qklab.study.spec import StudyError
-from qklab.train import store as checkpoint
+from qklab.train.checkpoint import store as checkpoint
 
 INTERVAL = 15.0  # seconds after which records that changed are carried though no checkpoint is
 LOOK = 0.5  # seconds between looks for a new checkpoint
@@ -99,7 +99,7 @@ class Carrier:
         names = {path.split("/")[1] for path in found if path.startswith("checkpoints/step-")}
         for name in names if checkpoints else ():
             folder = f"checkpoints/{name}"
-            body = checkpoint.read_back(self.store.read(f"{self.at}/{folder}/manifest.json") or b"")
+            body = checkpoint.parse_manifest(self.store.read(f"{self.at}/{folder}/manifest.json") or b"")
             files = body["files"] if body is not None else {}
             if body is not None and all(found.get(f"{folder}/{file}") == files[file]["size"] for file in files):
                 self.whole[name] = body
@@ -178,14 +178,14 @@ class Carrier:
         return newest
 
     def bring_checkpoint(self, name: str, run: str) -> None:
-        final, manifest = self.folder / "checkpoints" / name, checkpoint.spelt(self.whole[name])
+        final, manifest = self.folder / "checkpoints" / name, checkpoint.format_manifest(self.whole[name])
         if (final / "manifest.json").exists() and (final / "manifest.json").read_bytes() == manifest:
             return
         stage = self.fresh_stage() / name
         for file, entry in self.whole[name]["files"].items():
             self.store.bring(f"{self.at}/checkpoints/{name}/{file}", stage / file, entry["size"])
         write_bytes(stage / "manifest.json", manifest)
-        checkpoint.verify(stage, run)
+        checkpoint.verify_checkpoint(stage, run)
         final.parent.mkdir(exist_ok=True)
         shutil.rmtree(final, ignore_errors=True)
         rename_folder(stage, final)
@@ -259,7 +259,7 @@ class Carrier:
             manifest = (stage / "manifest.json").read_bytes()
         except FileNotFoundError:
             return
-        body = checkpoint.read_back(manifest)
+        body = checkpoint.parse_manifest(manifest)
         if body is None:
             return
         if name in self.torn:

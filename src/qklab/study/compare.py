@@ -17,7 +17,7 @@ from qklab.study.plan import tuning
 from qklab.study.results import result_of
 from qklab.study.spec import StudyError, StudySpec
 from qklab.train.objective import Objective
-from qklab.train.progress import duration
+from qklab.train.progress import format_duration
 from qklab.train.spec import RunSpec
 
 BASELINE = "standard"
@@ -131,7 +131,7 @@ def planned(
     study, tokens, name, own = chosen
     say(
         f"{len(study.arms)} arms × {len(study.lrs)} learning rates, then {study.seeds} seeds: {runs_of(study)} runs of "
-        f"{name} on {tokens:,} tokens each, {own.count} at a time; about {duration(60 * minutes)}."
+        f"{name} on {tokens:,} tokens each, {own.count} at a time; about {format_duration(60 * minutes)}."
     )
     return study
 

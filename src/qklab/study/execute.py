@@ -33,8 +33,8 @@ from qklab.study.results import Result, chosen_lrs, result_of
 from qklab.study.spec import StudyError, StudySpec, canonical
 from qklab.study.worker import FAILED, SAVING, Nursery, Starter
 from qklab.train.launch import EXIT_CODES
-from qklab.train.progress import Display, duration
-from qklab.train.same import refuse_other_spec
+from qklab.train.progress import Display, format_duration
+from qklab.train.resume import refuse_other_spec
 from qklab.train.signals import StopRequest
 from qklab.train.spec import RunSpec
 
@@ -134,7 +134,7 @@ class Study:
         self.spec.refuse_illegal()  # before anything is written
         try:
             with refused_files():
-                lock = RunDirectory(self.folder).locked()
+                lock = RunDirectory(self.folder).lock()
         except RunError as error:
             raise StudyError(str(error).replace("run directory", "study's folder")) from None
         with lock:
@@ -310,8 +310,8 @@ class Study:
         hanging = self.starter.stop()
         if hanging:
             display.say(
-                f"{hanging} of them did not within {duration(SAVING)} and {'were' if hanging > 1 else 'was'} ended; "
-                "what was saved before is still there."
+                f"{hanging} of them did not within {format_duration(SAVING)} and {'were' if hanging > 1 else 'was'} "
+                "ended; what was saved before is still there."
             )
 
     def fetch(self, runs: Iterable[Active]) -> None:
@@ -362,7 +362,7 @@ class Study:
         if result is not None:
             mark = "" if result.status == "finished" else f", {result.status}"
             value = result.told(find_metric(self.spec.metric))
-            display.say(f"{run.planned.name}: {value}{mark}, {duration(result.seconds)}")
+            display.say(f"{run.planned.name}: {value}{mark}, {format_duration(result.seconds)}")
             return True
         if self.saved(run.planned) > run.saved:
             self.attempts[run.planned] = 1
@@ -407,7 +407,7 @@ class Study:
         done = len(self.known) + share * sum(parts.values())
         fresh = done - self.given
         left = (time.monotonic() - self.began) * (total - done) / fresh if fresh > 0 else None
-        still = f" · {duration(left)} left" if left is not None else ""
+        still = f" · {format_duration(left)} left" if left is not None else ""
         names = [f"{name} (final evaluation)" if part >= 1 else name for name, part in parts.items()]
         if len(names) > NAMED:
             names[NAMED - 1 :] = [f"{len(names) - NAMED + 1} others"]

@@ -12,7 +12,7 @@ from qklab.study.plan import confirming, figure, tuning
 from qklab.study.results import Result, by_seed, chosen_lrs, ledger
 from qklab.study.spec import StudySpec
 from qklab.study.stats import Verdict, verdicts
-from qklab.train.progress import duration
+from qklab.train.progress import format_duration
 
 ALIKE = 0.02  # costs that differ by less are called the same: clocks and allocators are no more exact
 
@@ -146,7 +146,9 @@ def settle_all(study: StudySpec, results: Sequence[Result], findings: Findings, 
     told: list[str] = []
     for more in sorted(wanted):
         seeds = "1 more seed" if more == 1 else f"{more} more seeds"
-        told.append(f"{listed(wanted[more])}: {seeds}, about {duration(seconds_for(study, results, more, looks))}")
+        told.append(
+            f"{listed(wanted[more])}: {seeds}, about {format_duration(seconds_for(study, results, more, looks))}"
+        )
     sentences = [f"What would settle it: {'; '.join(told)}."] if told else []
     if never:
         sentences.append(f"Not even 100 more seeds would settle {listed(never)}.")

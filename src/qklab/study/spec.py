@@ -24,7 +24,8 @@ from qklab.schema import (
     text_field,
 )
 from qklab.study.metrics import find_metric, list_metrics
-from qklab.train.spec import RunSpec, merged, read_toml, resolve
+from qklab.train.settings import merge_settings, read_toml, resolve_run
+from qklab.train.spec import RunSpec
 
 MATCHES = ("tokens", "seconds", "flops", "parameters")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._=+-]{0,59}")
@@ -176,7 +177,7 @@ class StudySpec(Spec):
         if self.match == "parameters" and "mlp_ratio" in self.arms[arm].get("model", {}):
             raise SpecError(f"arm {arm}: match='parameters' sets model.mlp_ratio itself; leave it out.", "mlp_ratio")
         try:
-            spec, _ = resolve(merged(merged(self.base, self.arms[arm]), own))
+            spec, _ = resolve_run(merge_settings(merge_settings(self.base, self.arms[arm]), own))
         except SpecError as error:
             raise SpecError(f"arm {arm}: {error}", error.field, error.nearest) from None
         wanted = "seconds" if self.match == "seconds" else "tokens"

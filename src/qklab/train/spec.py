@@ -2,29 +2,21 @@
 
 import hashlib
 import json
-import tomllib
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 from qklab.attention.spec import AttentionSpec
 from qklab.data.order import PACKINGS
-from qklab.data.shards import MANIFEST, Corpus
 from qklab.data.spec import DataSpec
 from qklab.model.decoder import RECOMPUTE, Recompute
-from qklab.model.recipes import recipe
 from qklab.model.spec import DecoderSpec
 from qklab.optim.spec import LogitControlSpec, OptimiserSpec, ScheduleSpec
-from qklab.runs.directory import RunError
 from qklab.runs.sinks import SINKS
 from qklab.schema import (
     Rule,
     Spec,
-    SpecError,
     checked_field,
     choice_field,
-    format_value,
     integer_field,
     number_field,
     spec_field,
@@ -32,7 +24,6 @@ from qklab.schema import (
 )
 
 DEFAULT_TOKENS = 4_000_000
-Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,14 +127,14 @@ class RunSpec(Spec):
         ),
         Rule(
             "model",
-            lambda s: s.model.vocab < token_ids(s.corpus),
-            lambda s: f"the tokenizer has {token_ids(s.corpus)} tokens and the model vocab={s.model.vocab}",
-            lambda s: {"model": s.model.replace(vocab=padded(token_ids(s.corpus)))},
+            lambda s: s.model.vocab < count_token_ids(s.corpus),
+            lambda s: f"the tokenizer has {count_token_ids(s.corpus)} tokens and the model vocab={s.model.vocab}",
+            lambda s: {"model": s.model.replace(vocab=pad_vocab(count_token_ids(s.corpus)))},
         ),
         Rule(
             "logit_control",
-            lambda s: uncontrollable(s) is not None,
-            lambda s: f"method={s.logit_control.method!r} cannot act: {uncontrollable(s)}",
+            lambda s: explain_uncontrollable(s) is not None,
+            lambda s: f"method={s.logit_control.method!r} cannot act: {explain_uncontrollable(s)}",
             lambda s: {"logit_control": LogitControlSpec(method="none")},
         ),
     )
@@ -179,7 +170,7 @@ class RunSpec(Spec):
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
 
-def uncontrollable(run: RunSpec) -> str | None:
+def explain_uncontrollable(run: RunSpec) -> str | None:
     """Why the run's logit control does not go with its attention."""
     reasons = (why_uncontrollable(spec, run.logit_control.method) for spec in run.model.pattern)
     return next(filter(None, reasons), None)
@@ -196,104 +187,12 @@ def why_uncontrollable(attention: AttentionSpec, method: str) -> str | None:
     return None
 
 
-def token_ids(corpus: DataSpec) -> int:
+def count_token_ids(corpus: DataSpec) -> int:
     """How many ids the corpus's tokenizer has at most."""
     kind = corpus.tokenizer.split(":")[0]
     return {"bytes": 257, "gpt2": 50_257}.get(kind, corpus.vocab)
 
 
-def padded(vocab: int) -> int:
+def pad_vocab(vocab: int) -> int:
     """The next multiple of 64, which matrix units like."""
     return -(-vocab // 64) * 64
-
-
-MODEL_KEYS = ("recipe", *(name for name in DecoderSpec.__dataclass_fields__ if name != "attention"))
-
-
-def resolve(values: Mapping[str, Any]) -> tuple[RunSpec, ExecutionSpec]:
-    """A run from plain values: RunSpec's fields, with `model` as a recipe's name and changes to it, `attention` as
-    changes to its attention, and `execution`."""
-    values = dict(values)
-    execution = within("execution", lambda: ExecutionSpec.from_dict(table(values, "execution")))
-    model, attention = dict(table(values, "model")), dict(table(values, "attention"))
-    for name in model:
-        if name == "attention":
-            raise SpecError("attention is a table of its own: write [attention], not [model.attention].", name)
-        if name not in MODEL_KEYS:
-            DecoderSpec.refuse_unknown([name])
-    values["corpus"] = corpus = within("corpus", lambda: DataSpec.from_dict(adopted(table(values, "corpus"))))
-    spec = within("model", lambda: model_spec(model, attention, padded(token_ids(corpus))))
-    RunSpec.refuse_unknown(values)
-    return RunSpec.from_dict(values | {"model": spec}), execution
-
-
-def within(name: str, make: Callable[[], Made]) -> Made:
-    """What `make` gives; an error about a field says in which table."""
-    try:
-        return make()
-    except SpecError as error:
-        if error.field.split(".")[0] in (name, "attention"):
-            raise
-        raise SpecError(f"{name}: {error}", f"{name}.{error.field}", error.nearest) from None
-
-
-def adopted(corpus: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a corpus; those of one that is already prepared are its own, and others are refused."""
-    source = corpus.get("source")
-    if not isinstance(source, str) or not (Path(source) / MANIFEST).is_file():
-        return dict(corpus)
-    own = {name: value for name, value in Corpus.open(source).manifest["spec"].items() if name != "source"}
-    for name, value in corpus.items():
-        if name in own and own[name] != value and not (name == "vocab" and own["tokenizer"] != "bpe"):
-            raise SpecError(
-                f"{source} was prepared with {name}={format_value(own[name])}, but {format_value(value)} came; leave "
-                "the setting out or prepare another.",
-                name,
-            )
-    return own | {"source": source}
-
-
-def table(values: dict[str, Any], name: str) -> Mapping[str, Any]:
-    found = values.pop(name, {})
-    if not isinstance(found, Mapping):
-        raise SpecError(f"{name} must be a table of settings, but {format_value(found)} came.", name)
-    return found
-
-
-def model_spec(model: dict[str, Any], attention: dict[str, Any], vocab: int) -> DecoderSpec:
-    """The recipe's model with these changes; its vocabulary is the tokenizer's unless given."""
-    base = recipe(model.pop("recipe", "nano")).to_dict()
-    if isinstance(coupling := attention.get("coupling"), Mapping):
-        if "kind" not in coupling:
-            raise SpecError("attention.coupling needs its kind, e.g. leapfrog.", "attention.coupling.kind")
-        if coupling["kind"] == "none":
-            attention = attention | {"coupling": None}
-    if isinstance(width := model.get("width"), int):  # anything else is refused below
-        attention = {"width": width, "heads": max(1, width // base["attention"]["head_width"])} | attention
-    mixer = {key: value for key, value in base["attention"].items() if key not in derived(attention)}
-    changed = base | {"vocab": vocab} | model | {"attention": mixer | attention}
-    return DecoderSpec.from_dict(changed)
-
-
-def derived(attention: Mapping[str, Any]) -> set[str]:
-    """Attention fields that follow from others and so must follow again when any of those change."""
-    return {"kv_heads", "head_width"} - attention.keys() if attention else set()
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """The values of a run's TOML file."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise RunError(f"there is no run file {path}.") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise RunError(f"{path} cannot be read as TOML: {error}.") from None
-
-
-def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with `changes` laid over it, table by table."""
-    result = dict(base)
-    for name, value in changes.items():
-        both = isinstance(value, Mapping) and isinstance(result.get(name), Mapping)
-        result[name] = merged(result[name], value) if both else value
-    return result

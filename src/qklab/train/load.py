@@ -9,30 +9,39 @@ from torch import Tensor
 from qklab.data.tokenizer import Tokenizer
 from qklab.model.decoder import Decoder
 from qklab.runs.directory import RunDirectory, RunError
-from qklab.train.checkpoint import Checkpoints
+from qklab.train.checkpoint import Checkpoint, Checkpoints
 from qklab.train.objective import named_weights
 from qklab.train.spec import RunSpec
 
+Which = Literal["newest", "best"]
 
-def load(
-    folder: Path | str, which: Literal["newest", "best"] = "newest", device: torch.device | str = "cpu"
-) -> tuple[Decoder, Tokenizer]:
-    """The model of a run's newest or best checkpoint, in evaluation mode, and the tokenizer it was trained with."""
+
+def find_checkpoint_of_run(folder: Path | str, which: Which) -> tuple[RunDirectory, RunSpec, Checkpoint]:
+    if which not in ("newest", "best"):
+        raise ValueError(f"which checkpoint must be 'newest' or 'best', but {which!r} came.")
     directory = RunDirectory(folder)
     record = directory.read()
     checkpoints = Checkpoints(directory.checkpoints_path, run=record["id"])
-    found = checkpoints.newest() if which == "newest" else checkpoints.best()
+    found = checkpoints.find_newest() if which == "newest" else checkpoints.find_best()
     if found is None:
         raise RunError(f"{directory.path} has no {'best ' * (which == 'best')}checkpoint yet.")
-    decoder = Decoder(RunSpec.from_dict(record["spec"]).model, seed=0)
-    saved = found.tensors("model.")
+    return directory, RunSpec.from_dict(record["spec"]), found
+
+
+def load_model(
+    folder: Path | str, which: Which = "newest", device: torch.device | str = "cpu"
+) -> tuple[Decoder, Tokenizer]:
+    """The model of a run's newest or best checkpoint, in evaluation mode, and the tokenizer it was trained with."""
+    directory, spec, checkpoint = find_checkpoint_of_run(folder, which)
+    decoder = Decoder(spec.model, seed=0)
+    weights = checkpoint.read_tensors("model.")
     with torch.no_grad():
         for name, tensor in named_weights(decoder):
-            tensor.copy_(saved[f"model.{name}"])
+            tensor.copy_(weights[f"model.{name}"])
     return decoder.to(device).eval(), Tokenizer.load(directory.path / "tokenizer.json")
 
 
-def sample(
+def sample_text(
     decoder: Decoder, tokenizer: Tokenizer, prompt: str, tokens: int, *, temperature: float, seed: int | None
 ) -> str:
     """`prompt` continued by up to `tokens` tokens, drawn through the cache; ends where the model ends its text."""

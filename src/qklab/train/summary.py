@@ -17,7 +17,7 @@ class InterruptedEvaluationError(Exception):
     """Someone asked to stop during the final evaluation; the last checkpoint is already there."""
 
 
-def final_evaluations(loop: Loop, stop: StopRequest) -> dict[str, dict[str, Any]]:
+def evaluate_splits(loop: Loop, stop: StopRequest) -> dict[str, dict[str, Any]]:
     """The whole of validation and test."""
     results = {}
     for split in loop.trainer.windows:
@@ -29,11 +29,11 @@ def final_evaluations(loop: Loop, stop: StopRequest) -> dict[str, dict[str, Any]
 
         with loop.timed("evaluation"):
             results[split] = loop.trainer.evaluate(split, None, tick).to_dict()
-        results[split]["unigram_loss"] = unigram_loss(loop.trainer.corpus, split)
+        results[split]["unigram_loss"] = measure_unigram_loss(loop.trainer.corpus, split)
     return results
 
 
-def unigram_loss(corpus: Corpus, split: str) -> float:
+def measure_unigram_loss(corpus: Corpus, split: str) -> float:
     """Nats per token on `split` of the best model without context: train's token frequencies, one added to each."""
 
     def counts(of: Split) -> np.ndarray:
@@ -47,7 +47,7 @@ def unigram_loss(corpus: Corpus, split: str) -> float:
     return float(-(test * np.log(train / train.sum())).sum() / test.sum())
 
 
-def summed_up(loop: Loop, status: Status, results: dict[str, Any], wall: float) -> dict[str, Any]:
+def summarise_run(loop: Loop, status: Status, results: dict[str, Any], wall: float) -> dict[str, Any]:
     spec, state = loop.spec, loop.state
     tokens = state.step * spec.tokens_per_step
     return {
@@ -62,12 +62,12 @@ def summed_up(loop: Loop, status: Status, results: dict[str, Any], wall: float) 
         "cache_bytes_per_token": spec.model.cache_bytes(1),
         "seconds": state.seconds,
         "tokens_per_second": loop.tokens_per_second(),
-        "peak_memory_bytes": peak_memory(loop.machine),
+        "peak_memory_bytes": measure_peak_memory(loop.machine),
         "seconds_of_last_process": {"all": wall} | loop.spent,
     }
 
 
-def peak_memory(machine: Machine) -> int:
+def measure_peak_memory(machine: Machine) -> int:
     """Of the device's allocator on a GPU, of the process on a CPU."""
     if machine.device.type == "cuda":
         return torch.cuda.max_memory_allocated(machine.device)

@@ -79,7 +79,7 @@ bench: $(VENV)/.qklab
 	@echo "== the bounds of the kernels, which take a GPU"
 	@$(BIN)/python benchmarks/bounds.py
 
-docs: $(VENV)/.qklab
+docs: $(VENV)/.docs
 	@echo "== redrawing docs"
 	@$(BIN)/python docs/build.py
 

@@ -15,7 +15,7 @@ from typing import Any
 from drawings import CHARTS, DRAWINGS
 
 from qklab import AttentionSpec, CouplingSpec, LatentSpec, recipe
-from qklab.describe import CONTEXT, LONG, change
+from qklab.describe import CONTEXT, LONG, format_change
 
 DOCS = Path(__file__).parent
 BLOCK = re.compile(r"(?<=<!-- costs: begin -->\n).*?(?=<!-- costs: end -->)", re.DOTALL)
@@ -103,7 +103,7 @@ def format_table(rows: list[list[str]]) -> str:
 
 
 def compare_count(now: int, before: int) -> str:
-    return f"{now:,}" if now == before else f"{now:,} ({change(now, before)})"
+    return f"{now:,}" if now == before else f"{now:,} ({format_change(now, before)})"
 
 
 def describe_measured(page: str) -> str:

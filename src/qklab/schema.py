@@ -35,7 +35,7 @@ def format_value(value: object) -> str:
 def describe_change(name: str, value: object, before: object) -> str:
     """ "name=value", or where both are specs only their fields that differ: "name.field=value"."""
     if not (isinstance(value, Spec) and isinstance(before, Spec)):
-        return f"{name}={format_value(value)}"
+        return f"{name}={getattr(value, 'name', None) or format_value(value)}"
     pairs = [(field, getattr(value, field), getattr(before, field)) for field in value.to_dict()]
     return ", ".join(describe_change(f"{name}.{field}", new, old) for field, new, old in pairs if new != old)
 
@@ -183,7 +183,7 @@ class Spec:
         broken = next((rule for rule in self.rules if rule.broken(self)), None)
         if broken is not None:
             value = getattr(self, broken.field)
-            came = broken.field if isinstance(value, Spec) else f"{broken.field}={format_value(value)}"
+            came = broken.field if isinstance(value, Spec | tuple) else f"{broken.field}={format_value(value)}"
             nearest = self._nearest()
             changes = ", ".join(describe_change(name, value, getattr(self, name)) for name, value in nearest.items())
             raise SpecError(

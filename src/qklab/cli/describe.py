@@ -2,9 +2,10 @@ import dataclasses
 import json
 from typing import Any, Literal
 
-from qklab import describe, register
+from qklab import register
 from qklab.attention.spec import AttentionSpec, CouplingSpec, LatentSpec
 from qklab.cli.flags import make_flags, select_changed
+from qklab.describe import describe_spec, format_spec
 from qklab.schema import SpecError
 
 CouplingFlags = make_flags(CouplingSpec, kind=(Literal[("none", *register.coupling)], "none"))
@@ -25,8 +26,7 @@ class DescribeCommand(AttentionFlags):
 
     def execute(self) -> int:
         spec = build_attention_spec(self)
-        told = json.dumps(describe.as_dict(spec), indent=2, ensure_ascii=False) if self.json else describe.as_text(spec)
-        print(told)
+        print(json.dumps(describe_spec(spec), indent=2, ensure_ascii=False) if self.json else format_spec(spec))
         return 0
 
 

@@ -10,7 +10,7 @@ class MechanismsCommand:
         from rich.console import Console
         from rich.table import Table
 
-        from qklab.describe import baseline, change
+        from qklab.describe import format_change, make_baseline
         from qklab.mechanisms import HEADS, TOLERANCE, WIDTH, decoding_error, generate_both_ways, list_mechanisms
 
         console = Console(width=None if sys.stdout.isatty() else 140)
@@ -21,15 +21,15 @@ class MechanismsCommand:
             table.add_column(column, justify="right")
         agreed = True
         for spec in list_mechanisms():
-            plain, error = baseline(spec), decoding_error(spec)
+            plain, error = make_baseline(spec), decoding_error(spec)
             agreed &= error < TOLERANCE
             table.add_row(
                 spec.name,
                 f"{spec.parameters():,}",
-                change(spec.parameters(), plain.parameters()),
+                format_change(spec.parameters(), plain.parameters()),
                 f"{spec.flops_per_token(1024):,}",
                 f"{spec.cache_bytes(1):,}",
-                change(spec.cache_bytes(1), plain.cache_bytes(1)),
+                format_change(spec.cache_bytes(1), plain.cache_bytes(1)),
                 f"{'yes' if error < TOLERANCE else 'NO'}  {error:.0e}",
             )
         console.print(table)

@@ -1,5 +1,6 @@
 """A run from plain values, as TOML files and flags give them: recipes, changes to them, and what follows from both."""
 
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -43,7 +44,7 @@ def naming_table(name: str) -> Iterator[None]:
     try:
         yield
     except SpecError as error:
-        if error.field.split(".")[0] in (name, "attention"):
+        if re.split(r"[.\[]", error.field)[0] in (name, "attention"):
             raise
         raise SpecError(f"{name}: {error}", f"{name}.{error.field}", error.nearest) from None
 
@@ -74,16 +75,27 @@ def take_table(values: dict[str, Any], name: str) -> Mapping[str, Any]:
 def resolve_model(model: dict[str, Any], attention: dict[str, Any], vocab: int) -> DecoderSpec:
     """The recipe's model with these changes; its vocabulary is the tokenizer's unless given."""
     base = recipe(model.pop("recipe", "nano")).to_dict()
+    pattern = attention.pop("layers", [{}])
+    if not isinstance(pattern, list) or not pattern or not all(isinstance(layer, Mapping) for layer in pattern):
+        raise SpecError(
+            f"attention.layers is a list of tables, [[attention.layers]], but {format_value(pattern)} came.",
+            "attention.layers",
+        )
+    layers = [resolve_layer(base["attention"], merge_settings(attention, layer), model) for layer in pattern]
+    changed = base | {"vocab": vocab} | model | {"attention": layers if len(layers) > 1 else layers[0]}
+    return DecoderSpec.from_dict(changed)
+
+
+def resolve_layer(base: Mapping[str, Any], attention: dict[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    """The attention of one layer: the recipe's with these changes."""
     if isinstance(coupling := attention.get("coupling"), Mapping):
         if "kind" not in coupling:
             raise SpecError("attention.coupling needs its kind, e.g. leapfrog.", "attention.coupling.kind")
         if coupling["kind"] == "none":
             attention = attention | {"coupling": None}
     if isinstance(width := model.get("width"), int):  # anything else is refused below
-        attention = {"width": width, "heads": max(1, width // base["attention"]["head_width"])} | attention
-    mixer = {key: value for key, value in base["attention"].items() if key not in list_derived(attention)}
-    changed = base | {"vocab": vocab} | model | {"attention": mixer | attention}
-    return DecoderSpec.from_dict(changed)
+        attention = {"width": width, "heads": max(1, width // base["head_width"])} | attention
+    return {key: value for key, value in base.items() if key not in list_derived(attention)} | attention
 
 
 def list_derived(attention: Mapping[str, Any]) -> set[str]:

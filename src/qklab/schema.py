@@ -252,10 +252,11 @@ class Spec:
                 continue
             value, inner = values[name], field.metadata.get("spec")
             if inner is not None and isinstance(value, Mapping):
-                value = read_spec(inner, value, name)
+                value = read_inner_spec(inner, value, name)
             elif inner is not None and isinstance(value, list | tuple):
                 several = [
-                    read_spec(inner, v, f"{name}[{i}]") if isinstance(v, Mapping) else v for i, v in enumerate(value)
+                    read_inner_spec(inner, v, f"{name}[{i}]") if isinstance(v, Mapping) else v
+                    for i, v in enumerate(value)
                 ]
                 value = tuple(several)
             ready[name] = value
@@ -268,7 +269,7 @@ def to_plain(value: Any) -> Any:
     return value.to_dict() if isinstance(value, Spec) else value
 
 
-def read_spec(kind: type[Spec], values: Mapping[str, Any], name: str) -> Spec:
+def read_inner_spec(kind: type[Spec], values: Mapping[str, Any], name: str) -> Spec:
     """A spec inside another one, whose errors say under which name."""
     try:
         return kind.from_dict(values)

@@ -39,7 +39,7 @@ State = dict[str, Tensor]
 Pairing = Callable[[Tensor, int], Tensor]
 
 
-def randomised(module: Module) -> Module:
+def randomise(module: Module) -> Module:
     """The module in float64 with every weight random, gains, biases and λ included."""
     generator = torch.Generator().manual_seed(2)
     module.double().eval().requires_grad_(False)
@@ -152,7 +152,7 @@ LLAMA_NAMES = {
 
 def llama(kv_heads: int, bias: bool = False, **choices: Any) -> tuple[Attention, LlamaAttention]:
     config = configured(LlamaConfig, num_key_value_heads=kv_heads, attention_bias=bias, rope_parameters=ROPE, **choices)
-    theirs = randomised(LlamaAttention(config, layer_idx=0))
+    theirs = randomise(LlamaAttention(config, layer_idx=0))
     spec = AttentionSpec(width=WIDTH, heads=4, kv_heads=kv_heads, bias=bias, rope_base=BASE)
     return loaded(Attention(spec), renamed(theirs.state_dict(), LLAMA_NAMES)), theirs
 
@@ -192,7 +192,7 @@ def test_qwen3(kv_heads: int, eps: float, bias: bool):
         rms_norm_eps=eps,
         attention_bias=bias,
     )
-    theirs = randomised(Qwen3Attention(config, layer_idx=0))
+    theirs = randomise(Qwen3Attention(config, layer_idx=0))
     spec = AttentionSpec(
         width=WIDTH, heads=4, kv_heads=kv_heads, head_width=10, bias=bias, norm="qk", norm_eps=eps, rope_base=BASE
     )
@@ -220,7 +220,7 @@ def test_gpt_neox(fraction: float):
         num_attention_heads=3,
         rope_parameters=ROPE | {"partial_rotary_factor": fraction},
     )
-    theirs = randomised(GPTNeoXAttention(config, layer_idx=0))
+    theirs = randomise(GPTNeoXAttention(config, layer_idx=0))
     spec = AttentionSpec(width=WIDTH, heads=3, bias=True, rope_base=BASE, rope_fraction=fraction)
     ours = loaded(Attention(spec), neox_weights(theirs, heads=3))
     assert_agreement(ours, theirs, GPTNeoXRotaryEmbedding(config), EXACT)
@@ -266,7 +266,7 @@ def diffllama(kv_heads: int, layer: int = 0, bias: bool = False) -> tuple[Attent
         mix="differential",
         differential_gain=False,
     )
-    return spec, randomised(DiffLlamaAttention(config, layer_idx=layer))
+    return spec, randomise(DiffLlamaAttention(config, layer_idx=layer))
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -333,7 +333,7 @@ def deepseek(bias: bool = False, interleaved: bool = True) -> tuple[AttentionSpe
     spec = AttentionSpec(
         width=WIDTH, heads=HEADS, head_width=HEAD_WIDTH, bias=bias, latent=LATENT, norm_eps=1e-6, rope_base=BASE
     )
-    return spec, randomised(DeepseekV3Attention(config, layer_idx=0))
+    return spec, randomise(DeepseekV3Attention(config, layer_idx=0))
 
 
 @pytest.mark.parametrize("form", ["expanded", "absorbed", "cheaper"])
@@ -409,7 +409,7 @@ def llama_models(eps: float = 1e-6) -> tuple[Decoder, LlamaForCausalLM]:
         tie_word_embeddings=True,
         eos_token_id=None,
     )
-    theirs = randomised(LlamaForCausalLM(config))
+    theirs = randomise(LlamaForCausalLM(config))
     spec = DecoderSpec(
         vocab=VOCAB,
         width=WIDTH,
@@ -452,7 +452,7 @@ def gpt2_models() -> tuple[Decoder, GPT2LMHeadModel]:
         bos_token_id=None,
         eos_token_id=None,
     )
-    theirs = randomised(GPT2LMHeadModel(config))
+    theirs = randomise(GPT2LMHeadModel(config))
     spec = DecoderSpec(
         vocab=VOCAB,
         width=WIDTH,

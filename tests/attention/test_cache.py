@@ -7,7 +7,7 @@ import torch
 
 from qklab import Attention, AttentionSpec, Decoder, LatentSpec, recipe
 from qklab.attention import Cache, KeyValueCache, LatentCache, SharedCache
-from qklab.testing import randomised
+from qklab.testing import randomise
 
 SPECS: dict[str, tuple[dict[str, Any], type[Cache]]] = {
     "(Q,K,V)": ({"kv_heads": 2}, KeyValueCache),
@@ -21,7 +21,7 @@ every_cache = pytest.mark.parametrize("name", SPECS)
 
 def layer(name: str) -> Attention:
     torch.manual_seed(0)
-    return randomised(Attention(AttentionSpec(width=16, heads=4, **SPECS[name][0])))
+    return randomise(Attention(AttentionSpec(width=16, heads=4, **SPECS[name][0])))
 
 
 def inputs(batch: int = 2, tokens: int = 10) -> torch.Tensor:

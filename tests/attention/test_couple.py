@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from qklab import Attention, AttentionSpec, CouplingSpec, Decoder, recipe, register
-from qklab.attention.couple import Coupling, Forced, GradientForce, group_mean, invertible
+from qklab.attention.couple import Coupling, Forced, GradientForce, group_mean, list_invertible
 from qklab.ops.coupling import reference
-from qklab.testing import randomised
+from qklab.testing import randomise
 
 D, HEADS = 4, 4
 EPS = torch.finfo(torch.float64).eps
@@ -23,7 +24,7 @@ def coupling(kv_heads: int = HEADS, **choices: Any) -> Coupling:
     """A coupling map in float64 with noise on every parameter."""
     spec = AttentionSpec(width=16, heads=HEADS, kv_heads=kv_heads, coupling=CouplingSpec(**choices))
     torch.manual_seed(0)
-    couple = randomised(Attention(spec)).couple
+    couple = randomise(Attention(spec)).couple
     assert couple is not None
     return couple
 
@@ -46,7 +47,7 @@ def jacobian(couple: Coupling, q: Tensor, k: Tensor) -> Tensor:
     return result
 
 
-@pytest.mark.parametrize("kind", invertible())
+@pytest.mark.parametrize("kind", list_invertible())
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("steps", [1, 7])
 @pytest.mark.parametrize("sharing", ["per-layer", "per-head"])
@@ -64,7 +65,7 @@ def test_inverse_undoes_forward(kind: str, kv_heads: int, steps: int, sharing: s
     assert not torch.allclose(couple(q, k)[1], k, rtol=1e-2)  # the map did something
 
 
-@pytest.mark.parametrize("kind", [kind for kind in register.coupling if kind not in invertible()])
+@pytest.mark.parametrize("kind", [kind for kind in register.coupling if kind not in list_invertible()])
 def test_maps_without_inverse_say_so(kind: str) -> None:
     couple = coupling(kind=kind)
     for method in (couple.inverse, couple.log_det):
@@ -157,7 +158,8 @@ def energies(kind: str, steps: int, step_size: float) -> Tensor:
         values = []
         for _ in range(steps):
             q, k = couple(q, k)
-            values.append((k.square().sum() / 2 + force.potential(q.unsqueeze(3)).sum()).reshape(()))
+            potential = force.amplitude * F.softplus(F.linear(q, force.inner.weight, force.inner.bias))
+            values.append(k.square().sum() / 2 + potential.sum())
     return torch.stack(values)
 
 
@@ -222,7 +224,7 @@ def test_linear_coupling_folds_into_the_projections(share: Any, kv_heads: int, m
         width=16, heads=4, kv_heads=kv_heads, share=share, mix=mix, bias=True, norm="qk",
         coupling=CouplingSpec(kind="linear", steps=3, force_sharing=sharing),
     )  # fmt: skip
-    attention = randomised(Attention(spec, layer=1))
+    attention = randomise(Attention(spec, layer=1))
     folded = attention.fold()
     x = torch.randn(2, 5, 16, dtype=torch.float64)
     torch.testing.assert_close(folded(x), attention(x), rtol=1e-10, atol=1e-11)
@@ -290,7 +292,7 @@ def test_a_map_of_your_own_needs_only_its_flow(monkeypatch: pytest.MonkeyPatch) 
     names: dict[str, Any] = {"Coupling": Coupling, "group_mean": group_mean, "register": register}
     exec(example, names)
     spec = AttentionSpec(width=16, heads=4, kv_heads=2, norm="qk", coupling=CouplingSpec(kind="euler", steps=2))
-    layer = randomised(Attention(spec)).double().eval()
+    layer = randomise(Attention(spec)).double().eval()
     turn = names["Turn"](spec).double()
     torch.nn.init.constant_(turn.step, 0.3)
     layer.couple = turn

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from qklab import Attention, AttentionSpec, CouplingSpec, LatentSpec, register
 from qklab.attention.mix import KeyValue, LatentSoftmax
-from qklab.testing import randomised
+from qklab.testing import randomise
 
 
 @torch.no_grad()
 def scores(spec: AttentionSpec, seed: int = 0) -> Tensor:
     """The unmasked scores q_i·k_j after stage 4, [B, H, T, T]."""
     torch.manual_seed(seed)
-    attention = randomised(Attention(spec), seed)
+    attention = randomise(Attention(spec), seed)
     x = torch.randn(2, 6, spec.width, dtype=torch.float64)
     recorded: dict[str, Any] = {}
     attention.recorder = lambda stage, *given: recorded.update({stage: given})
@@ -72,7 +72,7 @@ def test_the_2d_asymmetry_starts_at_the_plain_scale(free: bool) -> None:
 
 def test_shared_values_rotated_once_depend_on_distance_alone() -> None:
     """o_i = Σ a_ij R_{j−i} k_j: shifting all positions changes nothing."""
-    attention = randomised(Attention(AttentionSpec(**SIZE, share="k=v")))
+    attention = randomise(Attention(AttentionSpec(**SIZE, share="k=v")))
     x = torch.randn(1, 5, 16, dtype=torch.float64)
     pad = torch.zeros(1, 3, 16, dtype=torch.float64)
     shifted = attention(torch.cat([pad, x], 1), segments=torch.tensor([[0] * 3 + [1] * 5]))[:, 3:]
@@ -86,7 +86,7 @@ def test_shared_values_rotated_once_depend_on_distance_alone() -> None:
 
 
 def test_the_two_routes_of_a_shared_value_are_different_models() -> None:
-    once, read = (randomised(Attention(AttentionSpec(**SIZE, share="k=v", kv_rotation=r))) for r in ("once", "on-read"))
+    once, read = (randomise(Attention(AttentionSpec(**SIZE, share="k=v", kv_rotation=r))) for r in ("once", "on-read"))
     read.load_state_dict(once.state_dict())
     x = torch.randn(1, 5, 16, dtype=torch.float64)
     torch.testing.assert_close(once(x)[:, 0], read(x)[:, 0])  # the first token sees only itself: no distance
@@ -95,14 +95,14 @@ def test_the_two_routes_of_a_shared_value_are_different_models() -> None:
 
 def test_absorbed_and_expanded_latents_agree() -> None:
     latent = LatentSpec(query_rank=10, kv_rank=6, rope_width=4)
-    attention = randomised(Attention(AttentionSpec(**SIZE, latent=latent)))
+    attention = randomise(Attention(AttentionSpec(**SIZE, latent=latent)))
     x = torch.randn(2, 7, 16, dtype=torch.float64)
     positions, visibility = attention.locate(x)
     q, k, _ = attention.prepare(x, positions)
     mix = attention.mix
     assert isinstance(mix, LatentSoftmax)
     given = q, KeyValue(k), visibility
-    torch.testing.assert_close(mix.absorbed(*given), mix.expanded(*given))
+    torch.testing.assert_close(mix.attend_absorbed(*given), mix.attend_expanded(*given))
 
 
 def test_the_form_of_a_latent_follows_the_work() -> None:

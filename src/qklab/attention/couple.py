@@ -12,11 +12,11 @@ import math
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qklab import register
 from qklab.ops.coupling import Network, Norm, couple, group_mean
+from qklab.ops.coupling.reference import force, scale_and_shift
 from qklab.ops.dispatch import Impl
 from qklab.ops.rope import Angles
 
@@ -33,10 +33,7 @@ def uniform_(tensor: Tensor, fan_in: int, generator: torch.Generator | None) -> 
 
 
 class HeadLinear(nn.Module):
-    """y = W x + b on the last axis: one W for all heads, or without bias one per key head.
-
-    x [B, T, G, R, inner] → [B, T, G, R, outer].
-    """
+    """The parameters of y = W x + b on the last axis: one W for all heads, or without bias one per key head."""
 
     def __init__(self, inner: int, outer: int, heads: int | None):
         super().__init__()
@@ -49,11 +46,6 @@ class HeadLinear(nn.Module):
         uniform_(self.weight, self.weight.shape[-1], generator)
         if self.bias is not None:
             uniform_(self.bias, self.weight.shape[-1], generator)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.weight.dim() == 2:
-            return F.linear(x, self.weight, self.bias)
-        return torch.einsum("btgri,goi->btgro", x, self.weight)
 
     @staticmethod
     def parameters_of(inner: int, outer: int, heads: int | None) -> int:
@@ -68,8 +60,8 @@ class MLPForce(nn.Module):
         self.inner = HeadLinear(head_width, force_width, heads)
         self.outer = HeadLinear(force_width, head_width, heads)
 
-    def forward(self, u: Tensor) -> Tensor:
-        return self.outer(F.silu(self.inner(u)))
+    def network(self) -> Network:
+        return Network(self.inner.weight, self.inner.bias, self.outer.weight, self.outer.bias)
 
     @staticmethod
     def parameters_of(head_width: int, force_width: int, heads: int | None) -> int:
@@ -90,15 +82,8 @@ class GradientForce(nn.Module):
     def reset(self, generator: torch.Generator | None = None) -> None:
         uniform_(self.amplitude, self.amplitude.shape[-1], generator)
 
-    def forward(self, u: Tensor) -> Tensor:
-        pull = (self.amplitude * torch.sigmoid(self.inner(u))).to(u.dtype)
-        if self.inner.weight.dim() == 2:
-            return -F.linear(pull, self.inner.weight.mT)
-        return -torch.einsum("btgro,goi->btgri", pull, self.inner.weight)
-
-    def potential(self, u: Tensor) -> Tensor:
-        """U(u): [B, T, G, R, D] → [B, T, G, R]."""
-        return (self.amplitude * F.softplus(self.inner(u))).sum(-1)
+    def network(self) -> Network:
+        return Network(self.inner.weight, self.inner.bias, amplitude=self.amplitude)
 
     @staticmethod
     def parameters_of(head_width: int, force_width: int, heads: int | None) -> int:
@@ -127,7 +112,7 @@ class Coupling(nn.Module):
 
     def __init__(self, spec: AttentionSpec):
         super().__init__()
-        coupling = of(spec)
+        coupling = require_coupling(spec)
         self.kv_heads = spec.kv_heads
         self.steps, self.scale_limit = coupling.steps, coupling.scale_limit
         if self.stepped:
@@ -180,16 +165,19 @@ class Coupling(nn.Module):
 
     def inverse(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """The (q, k) that `forward` maps to these, exact up to rounding times the map's condition number."""
-        if not self.invertible:
-            raise ValueError(f"{type(self).__name__} has no closed-form inverse; use one of {', '.join(invertible())}.")
+        self.check_invertible("closed-form inverse")
         q, k = self.unflow(q.unflatten(2, (self.kv_heads, -1)), k.unsqueeze(3))
         return q.flatten(2, 3), k.squeeze(3)
 
     def log_det(self, q: Tensor, k: Tensor) -> Tensor:
         """log |det ∂(q⁺, k⁺)/∂(q, k)| per key head and its query heads: [B, T, G]."""
-        if not self.invertible:
-            raise ValueError(f"{type(self).__name__} has no log-determinant; use one of {', '.join(invertible())}.")
+        self.check_invertible("log-determinant")
         return self.flow_log_det(q.unflatten(2, (self.kv_heads, -1)), k.unsqueeze(3))
+
+    def check_invertible(self, what: str) -> None:
+        if not self.invertible:
+            known = ", ".join(list_invertible())
+            raise ValueError(f"{type(self).__name__} has no {what}; use one of {known}.")
 
     def unflow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
@@ -198,24 +186,28 @@ class Coupling(nn.Module):
         """Shears keep volume; maps that stretch override this."""
         return q.new_zeros(q.shape[:3])
 
-    def scaled(self, u: Tensor, share: float = 1.0) -> Tensor:
-        """share · δ u in u's precision (a δ per head is a float32 tensor that would promote a bf16 u)."""
-        return (share * self.step * u).to(u.dtype)
+    def drift(self, k: Tensor) -> Tensor:
+        """δ k, by which a key moves its queries."""
+        return (self.step * k).to(k.dtype)
+
+    def kick(self, q: Tensor, share: float = 1.0) -> Tensor:
+        """share · δ f(q̄), by which a group's queries move their key."""
+        return (share * self.step * force(self.networks()[0], group_mean(q))).to(q.dtype)
 
     @classmethod
     def formula_of(cls, spec: AttentionSpec) -> str:
-        return cls.formula + (f"   ({of(spec).steps} times)" if of(spec).steps > 1 else "")
+        return cls.formula + (f"   ({require_coupling(spec).steps} times)" if require_coupling(spec).steps > 1 else "")
 
     @classmethod
     def parameters_of(cls, spec: AttentionSpec) -> int:
-        coupling = of(spec)
+        coupling = require_coupling(spec)
         steps = {"per-layer": 1, "per-head": spec.kv_heads}[coupling.step_sharing] if cls.stepped else 0
         return steps + cls.map_parameters(spec, coupling)
 
     @classmethod
     def flops(cls, spec: AttentionSpec, context: int) -> int:
         """Matrix products per token."""
-        return 2 * cls.map_products(spec, of(spec))
+        return 2 * cls.map_products(spec, require_coupling(spec))
 
     @classmethod
     def map_parameters(cls, spec: AttentionSpec, coupling: CouplingSpec) -> int:
@@ -228,18 +220,6 @@ class Coupling(nn.Module):
         raise NotImplementedError
 
 
-def stretched(u: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """u ⊙ exp(scale) + shift in u's precision (autocast computes exp in float32)."""
-    return (u * scale.exp() + shift).to(u.dtype)
-
-
-def network_of(force: MLPForce | GradientForce) -> Network:
-    inner = force.inner
-    if isinstance(force, GradientForce):
-        return Network(inner.weight, inner.bias, amplitude=force.amplitude)
-    return Network(inner.weight, inner.bias, force.outer.weight, force.outer.bias)
-
-
 class Forced(Coupling):
     """Coupling through one force f, evaluated on q̄."""
 
@@ -247,19 +227,19 @@ class Forced(Coupling):
 
     def __init__(self, spec: AttentionSpec):
         super().__init__(spec)
-        self.force = FORCES[of(spec).force](spec.head_width, width_of(spec), heads_of(spec))
+        self.force = FORCES[require_coupling(spec).force](spec.head_width, choose_force_width(spec), count_forces(spec))
 
     def networks(self) -> tuple[Network, ...]:
-        return (network_of(self.force),)
+        return (self.force.network(),)
 
     @classmethod
     def map_parameters(cls, spec: AttentionSpec, coupling: CouplingSpec) -> int:
-        return FORCES[coupling.force].parameters_of(spec.head_width, width_of(spec), heads_of(spec))
+        return FORCES[coupling.force].parameters_of(spec.head_width, choose_force_width(spec), count_forces(spec))
 
     @classmethod
     def map_products(cls, spec: AttentionSpec, coupling: CouplingSpec) -> int:
         """Evaluations × key heads × the two layers of the force."""
-        return cls.evaluations(coupling.steps) * spec.kv_heads * 2 * spec.head_width * width_of(spec)
+        return cls.evaluations(coupling.steps) * spec.kv_heads * 2 * spec.head_width * choose_force_width(spec)
 
     @staticmethod
     def evaluations(steps: int) -> int:
@@ -285,8 +265,8 @@ class SymplecticEuler(Forced):
 
     def unflow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         for _ in range(self.steps):
-            q = q - self.scaled(k)
-            k = k - self.scaled(self.force(group_mean(q)))
+            q = q - self.drift(k)
+            k = k - self.kick(q)
         return q, k
 
 
@@ -300,10 +280,10 @@ class Leapfrog(Forced):
 
     def unflow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Leapfrog run backwards in time is its own inverse."""
-        k = k - self.scaled(self.force(group_mean(q)), 0.5)
+        k = k - self.kick(q, 0.5)
         for step in range(self.steps):
-            q = q - self.scaled(k)
-            k = k - self.scaled(self.force(group_mean(q)), 1.0 if step < self.steps - 1 else 0.5)
+            q = q - self.drift(k)
+            k = k - self.kick(q, 1.0 if step < self.steps - 1 else 0.5)
         return q, k
 
     @staticmethod
@@ -328,7 +308,7 @@ class Affine(Coupling):
 
     def __init__(self, spec: AttentionSpec):
         super().__init__(spec)
-        head_width, force_width, heads = spec.head_width, width_of(spec), heads_of(spec)
+        head_width, force_width, heads = spec.head_width, choose_force_width(spec), count_forces(spec)
         self.query_inner = HeadLinear(head_width, force_width, heads)
         self.query_outer = HeadLinear(force_width, 2 * head_width, heads)
         self.key_inner = HeadLinear(head_width, force_width, heads)
@@ -343,42 +323,39 @@ class Affine(Coupling):
         layers = ((self.query_inner, self.query_outer), (self.key_inner, self.key_outer))
         return tuple(Network(inner.weight, inner.bias, outer.weight, outer.bias) for inner, outer in layers)
 
-    def query_map(self, k: Tensor) -> tuple[Tensor, Tensor]:
-        raw, shift = self.query_outer(F.silu(self.query_inner(k))).chunk(2, -1)
-        return self.scale_limit * torch.tanh(raw), shift
-
-    def key_map(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        raw, shift = self.key_outer(F.silu(self.key_inner(group_mean(q)))).chunk(2, -1)
-        return self.scale_limit * torch.tanh(raw), shift
+    def stretch(self, network: Network, u: Tensor) -> tuple[Tensor, Tensor]:
+        """The log scale s(u) and the shift t(u)."""
+        return scale_and_shift(network, u, self.scale_limit, u.dtype)
 
     def unflow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        of_query, of_key = self.networks()
         for _ in range(self.steps):
-            scale, shift = self.key_map(q)
+            scale, shift = self.stretch(of_key, group_mean(q))
             k = ((k - shift) * (-scale).exp()).to(k.dtype)
-            scale, shift = self.query_map(k)
+            scale, shift = self.stretch(of_query, k)
             q = ((q - shift) * (-scale).exp()).to(q.dtype)
         return q, k
 
     def flow_log_det(self, q: Tensor, k: Tensor) -> Tensor:
         """Σ over steps of R · Σ s1 + Σ s2."""
-        total = q.new_zeros(q.shape[:3])
+        total, (of_query, of_key) = q.new_zeros(q.shape[:3]), self.networks()
         for _ in range(self.steps):
-            scale, shift = self.query_map(k)
+            scale, shift = self.stretch(of_query, k)
             total = total + q.shape[3] * scale.sum((-2, -1))
-            q = stretched(q, scale, shift)
-            scale, shift = self.key_map(q)
+            q = (q * scale.exp() + shift).to(q.dtype)
+            scale, shift = self.stretch(of_key, group_mean(q))
             total = total + scale.sum((-2, -1))
-            k = stretched(k, scale, shift)
+            k = (k * scale.exp() + shift).to(k.dtype)
         return total
 
     @classmethod
     def map_parameters(cls, spec: AttentionSpec, coupling: CouplingSpec) -> int:
-        D, h, heads = spec.head_width, width_of(spec), heads_of(spec)
+        D, h, heads = spec.head_width, choose_force_width(spec), count_forces(spec)
         return 2 * (HeadLinear.parameters_of(D, h, heads) + HeadLinear.parameters_of(h, 2 * D, heads))
 
     @classmethod
     def map_products(cls, spec: AttentionSpec, coupling: CouplingSpec) -> int:
-        return coupling.steps * spec.kv_heads * 2 * 3 * spec.head_width * width_of(spec)
+        return coupling.steps * spec.kv_heads * 2 * 3 * spec.head_width * choose_force_width(spec)
 
 
 @register.coupling("uncoupled")
@@ -392,20 +369,22 @@ class Uncoupled(Coupling):
 
     def __init__(self, spec: AttentionSpec):
         super().__init__(spec)
-        force = FORCES[of(spec).force]
-        self.query_force = force(spec.head_width, width_of(spec) // 2, heads_of(spec))
-        self.key_force = force(spec.head_width, width_of(spec) // 2, heads_of(spec))
+        force = FORCES[require_coupling(spec).force]
+        self.query_force = force(spec.head_width, choose_force_width(spec) // 2, count_forces(spec))
+        self.key_force = force(spec.head_width, choose_force_width(spec) // 2, count_forces(spec))
 
     def networks(self) -> tuple[Network, ...]:
-        return network_of(self.query_force), network_of(self.key_force)
+        return self.query_force.network(), self.key_force.network()
 
     @classmethod
     def map_parameters(cls, spec: AttentionSpec, coupling: CouplingSpec) -> int:
-        return 2 * FORCES[coupling.force].parameters_of(spec.head_width, width_of(spec) // 2, heads_of(spec))
+        half = choose_force_width(spec) // 2
+        return 2 * FORCES[coupling.force].parameters_of(spec.head_width, half, count_forces(spec))
 
     @classmethod
     def map_products(cls, spec: AttentionSpec, coupling: CouplingSpec) -> int:
-        return coupling.steps * (spec.query_heads + spec.kv_heads) * 2 * spec.head_width * (width_of(spec) // 2)
+        half = choose_force_width(spec) // 2
+        return coupling.steps * (spec.query_heads + spec.kv_heads) * 2 * spec.head_width * half
 
 
 @register.coupling("linear")
@@ -419,55 +398,50 @@ class Linear(Coupling):
     def __init__(self, spec: AttentionSpec):
         super().__init__(spec)
         shape = (spec.head_width, spec.head_width)
-        self.matrix = nn.Parameter(torch.empty(shape if heads_of(spec) is None else (spec.kv_heads, *shape)))
+        self.matrix = nn.Parameter(torch.empty(shape if count_forces(spec) is None else (spec.kv_heads, *shape)))
         self.reset()
 
     def reset(self, generator: torch.Generator | None = None) -> None:
         super().reset()
         uniform_(self.matrix, self.matrix.shape[-1], generator)
 
-    def pull(self, q: Tensor) -> Tensor:
-        if self.matrix.dim() == 2:
-            return F.linear(group_mean(q), self.matrix)
-        return torch.einsum("btgri,goi->btgro", group_mean(q), self.matrix)
-
     def networks(self) -> tuple[Network, ...]:
         return (Network(self.matrix),)
 
     def unflow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         for _ in range(self.steps):
-            q = q - self.scaled(k)
-            k = k - self.scaled(self.pull(q))
+            q = q - self.drift(k)
+            k = k - self.kick(q)
         return q, k
 
     @classmethod
     def map_parameters(cls, spec: AttentionSpec, coupling: CouplingSpec) -> int:
-        return (heads_of(spec) or 1) * spec.head_width**2
+        return (count_forces(spec) or 1) * spec.head_width**2
 
     @classmethod
     def map_products(cls, spec: AttentionSpec, coupling: CouplingSpec) -> int:
         return coupling.steps * spec.kv_heads * spec.head_width**2
 
 
-def invertible() -> list[str]:
+def list_invertible() -> list[str]:
     return [name for name, kind in register.coupling.items() if kind.invertible]
 
 
-def of(spec: AttentionSpec) -> CouplingSpec:
+def require_coupling(spec: AttentionSpec) -> CouplingSpec:
     if spec.coupling is None:
         raise ValueError("this spec has no coupling; give it coupling=CouplingSpec(kind=…).")
     return spec.coupling
 
 
-def heads_of(spec: AttentionSpec) -> int | None:
+def count_forces(spec: AttentionSpec) -> int | None:
     """How many forces there are: None for one shared by all heads of the layer, else one per key head."""
-    return None if of(spec).force_sharing == "per-layer" else spec.kv_heads
+    return None if require_coupling(spec).force_sharing == "per-layer" else spec.kv_heads
 
 
-def width_of(spec: AttentionSpec) -> int:
+def choose_force_width(spec: AttentionSpec) -> int:
     """h, the force's hidden width: as given, or D for a layer's mlp force and 8 for a head's; twice that for a gradient
     force (one matrix instead of two) and for affine."""
-    coupling = of(spec)
+    coupling = require_coupling(spec)
     if coupling.force_width is not None:
         return coupling.force_width
     kind = coupling.mechanism

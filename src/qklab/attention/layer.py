@@ -146,7 +146,7 @@ class Attention(nn.Module):
         own = {name: value for name, value in self.state_dict().items() if not name.startswith("couple.")}
         plain.load_state_dict(own, strict=False)
         assert isinstance(plain.project, Projection)
-        plain.project.set_columns(*self.couple(*self.project.columns()))
+        plain.project.set_columns(*self.couple(*self.project.read_columns()))
         return plain.train(self.training)
 
     def extra_repr(self) -> str:

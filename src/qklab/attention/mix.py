@@ -249,7 +249,7 @@ class LatentSoftmax(Mix):
 
     def forward(self, q: Tensor, stored: KeyValue, x: Tensor, visibility: Visibility, bias: Tensor | None) -> Tensor:
         stored = KeyValue(stored.key.to(q.dtype))
-        form = self.absorbed if self.prefers_absorbed(q.shape[1], stored.key.shape[1]) else self.expanded
+        form = self.attend_absorbed if self.prefers_absorbed(q.shape[1], stored.key.shape[1]) else self.attend_expanded
         return form(q, stored, visibility)
 
     def prefers_absorbed(self, queries: int, keys: int) -> bool:
@@ -266,10 +266,10 @@ class LatentSoftmax(Mix):
         key = torch.cat([key, rope.expand(-1, -1, self.heads, -1)], -1)
         return key, self.up_value(c).unflatten(-1, (self.heads, -1))
 
-    def expanded(self, q: Tensor, stored: KeyValue, visibility: Visibility) -> Tensor:
+    def attend_expanded(self, q: Tensor, stored: KeyValue, visibility: Visibility) -> Tensor:
         return attend(q, KeyValue(*self.keys_and_values(stored)), self.scale, visibility)
 
-    def absorbed(self, q: Tensor, stored: KeyValue, visibility: Visibility) -> Tensor:
+    def attend_absorbed(self, q: Tensor, stored: KeyValue, visibility: Visibility) -> Tensor:
         up_key = self.up_key.weight.unflatten(0, (self.heads, -1))  # [H, D, d_c]
         up_value = self.up_value.weight.unflatten(0, (self.heads, -1))
         nope = torch.einsum("bthd,hdc->bthc", q[..., : self.head_width], up_key)

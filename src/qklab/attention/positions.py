@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from qklab.attention.spec import AttentionSpec
 
 
-class Slots(NamedTuple):
+class TokenSlots(NamedTuple):
     """T new tokens among the S of their row that a call knows of (S = T without a cache)."""
 
     new: Tensor  # [T], where the new tokens stand
@@ -25,8 +25,8 @@ class Slots(NamedTuple):
     cached: bool = False  # whether the new tokens follow others, which a cache holds
 
 
-def find_slots(x: Tensor, segments: Tensor | None, cache: Cache | None) -> Slots:
-    """Slots of the tokens x [B, T, …] that follow what `cache` holds, or that are packed as `segments` [B, T].
+def find_slots(x: Tensor, segments: Tensor | None, cache: Cache | None) -> TokenSlots:
+    """TokenSlots of the tokens x [B, T, …] that follow what `cache` holds, or that are packed as `segments` [B, T].
 
     A text is a run of equal segment ids, so that a later one may use an id again.
     """
@@ -34,9 +34,9 @@ def find_slots(x: Tensor, segments: Tensor | None, cache: Cache | None) -> Slots
     if cache is not None:
         new, every, filled = cache.slots(x.shape[1])
         lengths = None if filled is None else filled.repeat(x.shape[0])
-        return Slots(new, every, None, cache.left_padding, lengths, cache.started)
+        return TokenSlots(new, every, None, cache.left_padding, lengths, cache.started)
     every = torch.arange(x.shape[1], device=x.device)
-    return Slots(every, every, None if segments is None else text_starts(segments).cumsum(1))
+    return TokenSlots(every, every, None if segments is None else text_starts(segments).cumsum(1))
 
 
 def text_starts(segments: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class Positions(NamedTuple):
     key_table: Angles | None = None  # cos, sin [S, r/2] by position, there
 
 
-def find_positions(spec: AttentionSpec, slots: Slots, dtype: torch.dtype) -> Positions:
+def find_positions(spec: AttentionSpec, slots: TokenSlots, dtype: torch.dtype) -> Positions:
     """Positions restart with every packed text, and start after the left padding."""
     if slots.texts is not None:
         starts = text_starts(slots.texts)

@@ -12,21 +12,21 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from qklab.attention.positions import Slots
+    from qklab.attention.positions import TokenSlots
     from qklab.attention.spec import AttentionSpec
 
 
 class Visibility(NamedTuple):
     """Which of S slots each of T new tokens may attend to."""
 
-    slots: Slots
+    slots: TokenSlots
     causal: bool  # a token sees only itself and earlier ones
     mask: Tensor | None = None  # for SDPA: [B or 1, 1, T, S]; None where all see all, or its own triangle will do
     triangle: bool = False  # for SDPA: is_causal
     blocks: Any = None  # for Flex: a BlockMask, inside a graph compiled for a GPU
 
 
-def find_visibility(spec: AttentionSpec, slots: Slots, x: Tensor) -> Visibility:
+def find_visibility(spec: AttentionSpec, slots: TokenSlots, x: Tensor) -> Visibility:
     """A text that is packed or padded sees only itself; what padding sees is of no meaning."""
     visibility = Visibility(slots, spec.causal)
     if slots.cached:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from qklab.attention.layer import Attention
 from qklab.attention.mix import KeyValue, LatentSoftmax
 from qklab.attention.positions import Positions
-from qklab.attention.project import Latent, Projection, columns
+from qklab.attention.project import Latent, Projection, read_linear_columns
 from qklab.attention.visibility import Visibility, render_mask
 from qklab.model.decoder import Decoder
 
@@ -33,7 +33,7 @@ class Logits:
 
     def of_layer(self, index: int) -> Tensor:
         """[B, H, T, T]."""
-        return product(self.queries[index], self.keys[index])
+        return multiply_heads(self.queries[index], self.keys[index])
 
 
 class Diagnosis(dict[str, Tensor]):
@@ -77,7 +77,7 @@ def diagnose(
     if ids.numel() == 0:
         raise ValueError(f"a diagnosis needs at least one token, but ids of shape {list(ids.shape)} came.")
     recorders = [Recorder(model.attention(layer), maps) for layer in check_layers(layers, model.spec.layers)]
-    with undisturbed(model, ids.device), recording(recorders):
+    with evaluating_exactly(model, ids.device), recording(recorders):
         model.features(ids, segments=segments)
         logits = stack_logits([recorder.compared for recorder in recorders])
         table = {name: stack([recorder.row[name] for recorder in recorders], torch.nan) for name in recorders[0].row}
@@ -116,9 +116,9 @@ class Recorder:
     ) -> None:
         mix, shape = self.attention.mix, q.shape[:2]
         k, _ = mix.keys_and_values(stored)
-        self.compared = factor_scores(mix.scale * exact(q), exact(k), bias)
+        self.compared = factor_scores(mix.scale * raise_precision(q), raise_precision(k), bias)
         self.visible = render_mask(visibility).expand(shape[0], 1, -1, -1)
-        weights, row = from_scores(product(*self.compared), self.visible, positions.index.expand(shape))
+        weights, row = from_scores(multiply_heads(*self.compared), self.visible, positions.index.expand(shape))
         self.row = row | from_vectors(self.attention, self.stages) | from_parameters(self.attention)
         if self.keeps_weights:
             self.weights = weights
@@ -148,12 +148,12 @@ def stack(tensors: list[Tensor], fill: float) -> Tensor:
 
 def stack_logits(compared: list[tuple[Tensor, Tensor]]) -> Logits:
     if len({(q.shape, k.shape) for q, k in compared}) > 1:  # a head's key is then no longer found by its number
-        compared = [(q, at_queries(k, q)) for q, k in compared]
+        compared = [(q, repeat_for_queries(k, q)) for q, k in compared]
     queries, keys = (stack(list(side), 0.0) for side in zip(*compared, strict=True))
     return Logits(queries, keys)
 
 
-def exact(tensor: Tensor) -> Tensor:
+def raise_precision(tensor: Tensor) -> Tensor:
     """In float32 or better."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
@@ -167,14 +167,14 @@ def factor_scores(q: Tensor, k: Tensor, bias: Tensor | None) -> tuple[Tensor, Te
     return torch.cat([q, torch.ones_like(q[..., :1])], -1), torch.cat([k, column], -1)
 
 
-def at_queries(k: Tensor, q: Tensor) -> Tensor:
+def repeat_for_queries(k: Tensor, q: Tensor) -> Tensor:
     """Key heads repeated for every query head that reads them: [B, T, G, ·] → [B, T, H, ·]."""
     return k.repeat_interleave(q.shape[2] // k.shape[2], 2)
 
 
-def product(q: Tensor, k: Tensor) -> Tensor:
+def multiply_heads(q: Tensor, k: Tensor) -> Tensor:
     """[B, T, H, E], [B, S, G, E] → [B, H, T, S]."""
-    return q.transpose(1, 2) @ at_queries(k, q).permute(0, 2, 3, 1)
+    return q.transpose(1, 2) @ repeat_for_queries(k, q).permute(0, 2, 3, 1)
 
 
 @torch.no_grad()
@@ -203,7 +203,7 @@ def check_layers(layers: Sequence[int] | None, count: int) -> list[int]:
 
 
 @contextmanager
-def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
+def evaluating_exactly(model: nn.Module, device: torch.device) -> Iterator[None]:
     training = model.training
     model.eval()
     try:
@@ -231,12 +231,12 @@ def from_scores(scores: Tensor, visible: Tensor, positions: Tensor) -> tuple[Ten
 def from_vectors(attention: Attention, stages: Mapping[str, Any]) -> dict[str, Tensor]:
     """Angles between q, k and v of one token, and how far coupling moved q and k: [H] each."""
     q, k, v = stages["normalise"]
-    k, v = (at_queries(exact(u), q) for u in attention.mix.keys_and_values(KeyValue(k, v)))
-    q = exact(q)
+    k, v = (repeat_for_queries(raise_precision(u), q) for u in attention.mix.keys_and_values(KeyValue(k, v)))
+    q = raise_precision(q)
     moved = [q.new_full(q.shape[2:3], torch.nan)] * 2
     if attention.couple is not None:
         before, after = stages["project"][:2], stages["couple"][:2]
-        moved = [shift(exact(old), exact(new)) for old, new in zip(before, after, strict=True)]
+        moved = [shift(raise_precision(old), raise_precision(new)) for old, new in zip(before, after, strict=True)]
     return {
         "query_key_cosine": F.cosine_similarity(q, k, -1).mean((0, 1)),
         "key_value_cosine": F.cosine_similarity(k[..., : v.shape[-1]], v, -1).mean((0, 1)),
@@ -254,13 +254,13 @@ def from_parameters(attention: Attention) -> dict[str, Tensor]:
     """‖W_q‖ and ‖W_k‖ (a bias counts as one more column) and the coupling's δ: [H] each."""
     project, mix, heads = attention.project, attention.mix, attention.spec.query_heads
     if isinstance(project, Projection):
-        query, key = (exact(matrix).square().sum((0, 1, 3)) for matrix in project.columns())
+        query, key = (raise_precision(matrix).square().sum((0, 1, 3)) for matrix in project.read_columns())
     else:
         assert isinstance(project, Latent)
         assert isinstance(mix, LatentSoftmax)
         query, key = latent_squares(project, mix)
     step = getattr(attention.couple, "step", None)
-    step = query.new_full((1,), torch.nan) if step is None else exact(step.flatten())
+    step = query.new_full((1,), torch.nan) if step is None else raise_precision(step.flatten())
     names = {"query_norm": query.sqrt(), "key_norm": key.sqrt(), "step_size": step}
     return {name: value.repeat_interleave(heads // len(value)) for name, value in names.items()}
 
@@ -272,14 +272,18 @@ def latent_squares(project: Latent, mix: LatentSoftmax) -> tuple[Tensor, Tensor]
     """
 
     def squares(up: nn.Linear, down: nn.Linear, gain: Tensor | None) -> Tensor:
-        matrix = exact(up.weight) @ exact(columns(down)[0].mT) if gain is None else exact(up.weight) * exact(gain)
+        matrix = (
+            raise_precision(up.weight) @ raise_precision(read_linear_columns(down)[0].mT)
+            if gain is None
+            else raise_precision(up.weight) * raise_precision(gain)
+        )
         return matrix.unflatten(0, (mix.heads, -1)).square().sum((1, 2))
 
     query = squares(project.up_query, project.down_query, project.query_gain)
     key = squares(mix.up_key, project.down_key_value, project.key_value_gain)
     if project.rope_query is not None and project.rope_key is not None:
         query = query + squares(project.rope_query, project.down_query, project.query_gain)
-        key = key + exact(columns(project.rope_key)).square().sum()
+        key = key + raise_precision(read_linear_columns(project.rope_key)).square().sum()
     return query, key
 
 

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from qklab.attention.layer import Attention
 from qklab.attention.spec import AttentionSpec
-from qklab.testing.grid import randomised
+from qklab.testing.grid import randomise
 
 BATCH, TOKENS = 2, 6
 
@@ -19,7 +19,7 @@ BATCH, TOKENS = 2, 6
 def layer_and_input(spec: AttentionSpec, device: str) -> tuple[Attention, Tensor]:
     """A randomised float64 layer (not the first: λ_init depends on it) and x [2, 6, width]."""
     torch.manual_seed(0)
-    attention = randomised(Attention(spec, layer=2)).to(device)
+    attention = randomise(Attention(spec, layer=2)).to(device)
     return attention, torch.randn(BATCH, TOKENS, spec.width, dtype=torch.float64).to(device)
 
 
@@ -118,7 +118,7 @@ def inductor(spec: AttentionSpec, device: str) -> None:
         within_budget(actual, low, truth)
 
 
-def counts(spec: AttentionSpec, device: str) -> None:
+def costs(spec: AttentionSpec, device: str) -> None:
     """`parameters()` and `flops_per_token()` are what the layer has and what torch's counter sees."""
     attention, x = layer_and_input(spec, device)
     assert sum(parameter.numel() for parameter in attention.parameters()) == spec.parameters()
@@ -163,7 +163,7 @@ CONTRACTS: dict[str, Contract] = {
         packing,
         gradients,
         compilation,
-        counts,
+        costs,
         cache_size,
         saving,
     )

@@ -81,7 +81,7 @@ def grid() -> list[AttentionSpec]:
     return list(dict.fromkeys(legal(itertools.chain(full, coupled, optional, latents))))
 
 
-def randomised(attention: Attention, seed: int = 0) -> Attention:
+def randomise(attention: Attention, seed: int = 0) -> Attention:
     """The layer in float64 with noise on every parameter, so that nothing sits at a special value such as 0 or 1."""
     generator = torch.Generator().manual_seed(seed)
     attention = attention.double()

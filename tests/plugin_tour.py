@@ -21,14 +21,12 @@ corpus.tokenizer = "bytes"
 model = {layers = 1, width = 16, context = 16}
 attention.heads = 2
 batch.sequences = 2
-budget.tokens = 320
-evaluation = {times = 2, tokens = 64, probes = 0}
+budget.tokens = 128
+evaluation = {times = 1, tokens = 64, probes = 0}
 
 [arms.standard]
-[arms.turn]
-attention.coupling.kind = "turn"
-[arms.gated]
-attention.mix = "gated"
+[arms."turned and gated"]
+attention = {coupling.kind = "turn", mix = "gated"}
 """
 
 TINY = "--model.layers 1 --model.width 16 --model.context 16 --attention.heads 2 --batch.sequences 2 --budget.tokens 64"
@@ -60,7 +58,7 @@ def check_commands() -> None:
     run(f"train --corpus.source counting --corpus.tokenizer bytes --attention.coupling.kind turn {TINY} --out run")
     run("report study --out report.html")
     page = Path("report.html").read_text(encoding="utf-8")
-    for words in ("token probability", "turn", "gated"):
+    for words in ("token probability", "turned and gated"):
         assert words in page, f"the report does not speak of {words}"
 
 

@@ -106,3 +106,39 @@ WRITES = re.compile(r"""\.write_(text|bytes)\(|\bopen\([^)]*["'][wax]b?["']|os\.
 @pytest.mark.parametrize("module", [module for module in MODULES if module != "runs/files.py"])
 def test_only_one_module_writes_files(module: str) -> None:
     assert not WRITES.findall(MODULES[module].read_text(encoding="utf-8")) or module in LEFT
+
+
+# What CONTRIBUTING.md says is to be touched, and how many files that may be besides a page and its drawing.
+MOST_FILES = {
+    "coupling with a kernel": 8,
+    "mask, such as a window": 6,
+    "metric of a study": 3,
+    "corpus source": 3,
+    "Transformers family": 2,
+}
+
+
+def files_to_touch() -> dict[str, list[str]]:
+    rows = re.findall(
+        r"^\| ([^|]+) \| [^|]+ \| ([^|]+) \|$", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.MULTILINE
+    )
+    return {
+        what: [name for name in re.findall("`([^`]+)`", files) if name != "docs/mechanisms/"] for what, files in rows
+    }
+
+
+@pytest.mark.parametrize("what", MOST_FILES)
+def test_adding_something_touches_few_files(what: str) -> None:
+    files = files_to_touch()[what]
+    assert len(files) <= MOST_FILES[what]
+    assert not [name for name in files if not (ROOT / name).is_file()]
+
+
+def test_a_coupling_with_a_kernel_is_named_nowhere_else() -> None:
+    """One that is there stands for the next: where the source names it is where the next one must be added."""
+    named = {
+        path.relative_to(ROOT).as_posix()
+        for path in SOURCE.rglob("*")
+        if path.suffix in (".py", ".md", ".js") and re.search("symplectic[-_]?euler", path.read_text("utf-8"), re.I)
+    }
+    assert named - set(files_to_touch()["coupling with a kernel"]) <= LEFT

@@ -30,7 +30,7 @@ def installed(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
-@pytest.mark.parametrize("part", ["contracts", "family"])
+@pytest.mark.parametrize("part", ["contracts", pytest.param("commands", marks=pytest.mark.long), "family"])
 def test_what_a_package_adds_is_there_by_name(part: str, installed: dict[str, str], tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", ROOT / "tests/plugin_tour.py", part]
     done = subprocess.run(command, env=installed, cwd=tmp_path, capture_output=True, text=True, check=False)

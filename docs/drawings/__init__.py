@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from . import cache, couple, mix, project, rotate, stages
+from . import cache, couple, house, mix, project, rotate, stages
 from .results import CHARTS
 from .sketch import Sketch
 
@@ -10,6 +10,7 @@ __all__ = ["CHARTS", "DRAWINGS"]
 
 DRAWINGS: dict[str, Callable[[], Sketch]] = {
     "stages.svg": stages.stages,
+    "house.svg": house.draw_house,
     "mechanisms/separate.svg": project.separate,
     "mechanisms/shared-key-value.svg": project.shared_key_value,
     "mechanisms/shared-query-key.svg": project.shared_query_key,

@@ -1,12 +1,15 @@
 """The packages of qklab and which of them import which, read from their source."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import pairwise, permutations, product
 from pathlib import Path
 
-from .sketch import Sketch
+import qklab
 
-SOURCE = Path(__file__).parent.parent.parent / "src/qklab"
+from .sketch import Point, Sketch
+
+SOURCE = Path(qklab.__file__).parent
 OUTSIDE = ["testing"]  # used by tests, and may import anything
 FOLLOWED = ["data", "model", "attention", "ops"]  # what a batch meets in a training step
 
@@ -58,27 +61,56 @@ def number_rows(arrows: dict[str, set[str]]) -> dict[str, int]:
     return row
 
 
+Slot = tuple[str, str, int]  # an arrow (from, to) or, where both are the same, a package; and its row
+
+
+def fill_rows(arrows: dict[str, set[str]]) -> list[list[Slot]]:
+    """What stands in each row: packages, and the bends of arrows that pass through it on their way."""
+    row = number_rows(arrows)
+    slots: list[list[Slot]] = [[] for _ in range(max(row.values()) + 1)]
+    for name in sorted(arrows):
+        slots[row[name]].append((name, name, row[name]))
+        for below in sorted(arrows[name]):
+            for i in range(row[name] + 1, row[below]):
+                slots[i].append((name, below, i))
+    return slots
+
+
+def place_slots(slots: Iterable[Iterable[Slot]]) -> dict[Slot, Point]:
+    place = {}
+    for i, line in enumerate(map(list, slots)):
+        for j, slot in enumerate(line):
+            place[slot] = (Sketch.width * (j + 1) / (len(line) + 1), 40.0 + 72 * i)
+    return place
+
+
 def draw_house() -> Sketch:
     arrows = needed_arrows(read_imports())
     row = number_rows(arrows)
-    slots: list[list[tuple[str, ...]]] = [[] for _ in range(max(row.values()) + 1)]
-    for name in sorted(arrows, key=lambda name: (name in FOLLOWED, name)):
-        slots[row[name]].append((name,))
-        for below in sorted(arrows[name]):  # an arrow over several rows takes a place in those between
-            for i in range(row[name] + 1, row[below]):
-                slots[i].append((name, below))
-    place = {
-        (*slot, i) if len(slot) == 2 else slot[0]: (Sketch.width * (j + 1) / (len(line) + 1), 40.0 + 72 * i)
-        for i, line in enumerate(slots)
-        for j, slot in enumerate(line)
-    }
+
+    def bends(name: str, below: str) -> list[Slot]:
+        return [(name, below, i) for i in range(row[name] + 1, row[below])]
+
+    paths: list[list[Slot]] = [
+        [
+            (name, name, row[name]),
+            *((name, below, i) for i in range(row[name] + 1, row[below])),
+            (below, below, row[below]),
+        ]
+        for name in sorted(arrows)
+        for below in sorted(arrows[name])
+    ]
+
+    def length(place: dict[Slot, Point]) -> float:
+        return sum(abs(place[one][0] - place[other][0]) for path in paths for one, other in pairwise(path))
+
+    slots = fill_rows(arrows)
+    place = min(map(place_slots, product(*map(permutations, slots))), key=length)
     s = Sketch(72 * len(slots) + 8, "The packages of qklab; every arrow is an import, and all of them lead down")
-    for name, found in arrows.items():
-        for below in sorted(found):
-            (x0, y0), (x1, y1) = place[name], place[below]
-            bends = [place[name, below, i] for i in range(row[name] + 1, row[below])]
-            s.arrow((x0, y0 + 18), *bends, (x1, y1 - 19))
-    for name in arrows:
-        x, y = place[name]
+    for path in paths:
+        (x0, y0), *between, (x1, y1) = (place[slot] for slot in path)
+        s.arrow((x0, y0 + 18), *between, (x1, y1 - 19))
+    for name in sorted(arrows):
+        x, y = place[name, name, row[name]]
         s.box(x, y, 108, 36, name, "q" if name in FOLLOWED else "paper", 15)
     return s

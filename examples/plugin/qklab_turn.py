@@ -49,8 +49,8 @@ class Gated(Mix):
         super().__init__(spec, layer)
         self.gate = nn.Linear(spec.width, spec.heads, bias=False)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, *where: Any) -> Tensor:
-        return super().forward(q, k, v, x, *where) * sigmoid(self.gate(x)).unsqueeze(-1)
+    def forward(self, q: Tensor, stored: Any, x: Tensor, *where: Any) -> Tensor:
+        return super().forward(q, stored, x, *where) * sigmoid(self.gate(x)).unsqueeze(-1)
 
     @classmethod
     def parameters_of(cls, spec: Any) -> int:
@@ -77,12 +77,12 @@ class TokenProbability(Metric):
 class Counting(Source):
     """Texts that count: each begins at another number."""
 
-    name, size = "counting", 400
+    size = 400
 
-    def listing(self) -> list[list[Any]]:
+    def list_contents(self) -> list[list[Any]]:
         return [["counting", self.size, 0]]
 
-    def documents(self) -> Iterator[Document]:
+    def read_documents(self) -> Iterator[Document]:
         for first in range(self.size):
             text = " ".join(str(number) for number in range(first, first + 30))
             yield Document(text.encode(), None, first + 1)

@@ -4,9 +4,7 @@ import gzip
 import json
 import lzma
 import sys
-import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -127,37 +125,6 @@ def test_parquet(tmp_path: Path, suffix: str) -> None:
     plain.write_bytes(b"PAR1 no PAR1")
     with pytest.raises(DataError, match="no parquet file"):
         documents(plain)
-
-
-def test_parquet_rows_are_read_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The calls made to pyarrow, where it is not installed."""
-
-    class Column(list[str]):
-        def to_pylist(self) -> list[str]:
-            return self
-
-    class Batch:
-        def column(self, number: int) -> Column:
-            assert number == 0
-            return Column(["a", "b"])
-
-    class ParquetFile:
-        def __init__(self, stream: Any):
-            assert stream.read(4) == b"PAR1"
-            self.schema_arrow = types.SimpleNamespace(names=["id", "text"])
-
-        def iter_batches(self, batch_size: int, columns: list[str]) -> list[Batch]:
-            assert columns == ["text"]
-            return [Batch(), Batch()]
-
-    fake = types.ModuleType("pyarrow")
-    fake.__dict__.update(ArrowException=RuntimeError, ParquetFile=ParquetFile)
-    monkeypatch.setitem(sys.modules, "pyarrow", fake)
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", fake)
-    for suffix, raw in (("", b"PAR1"), (".xz", lzma.compress(b"PAR1"))):
-        path = tmp_path / f"a.parquet{suffix}"
-        path.write_bytes(raw)
-        assert documents(path) == ["a", "b"] * 2
 
 
 def test_kinds_of_files() -> None:

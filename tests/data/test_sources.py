@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from corpora import write_files
 
 from qklab import register
 from qklab.data import DataError, DataSpec, Document, Source, prepare_corpus
@@ -15,11 +16,7 @@ from qklab.schema import SpecError
 
 
 def write(folder: Path, **files: str) -> Path:
-    for name, text in files.items():
-        path = folder / name.replace("__", "/").replace("_", ".")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return folder
+    return write_files(folder, {name.replace("__", "/").replace("_", "."): text for name, text in files.items()})
 
 
 def texts(source: Any) -> list[tuple[str | None, str]]:
@@ -41,14 +38,12 @@ def test_files_named_for_splits_keep_them_and_held_out_text_comes_first(tmp_path
     assert source.splits == {"train", "valid", "test"}
 
 
-def test_a_stray_file_among_split_files_is_not_ignored(tmp_path: Path) -> None:
-    folder = write(tmp_path, train_txt="T", valid_txt="V", extra_txt="X")
+def test_a_stray_file_among_split_files_is_not_ignored_and_test_files_alone_are_no_splits(tmp_path: Path) -> None:
+    folder = write(tmp_path / "stray", train_txt="T", valid_txt="V", extra_txt="X")
     with pytest.raises(DataError, match=r"also extra\.txt; name it train…"):
         find_source(str(folder))
-
-
-def test_test_files_alone_are_no_splits(tmp_path: Path) -> None:
-    assert texts(find_source(str(write(tmp_path, test_a_txt="A", other_txt="O")))) == [(None, "O"), (None, "A")]
+    folder = write(tmp_path / "alone", test_a_txt="A", other_txt="O")
+    assert texts(find_source(str(folder))) == [(None, "O"), (None, "A")]
 
 
 @pytest.mark.parametrize(
@@ -186,13 +181,12 @@ def test_a_source_registers_from_outside(tmp_path: Path, monkeypatch: pytest.Mon
         find_source("stdlib:9")
 
 
-def test_a_dataset_without_text_is_told(hub: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dataset_without_text_or_without_its_package_is_told(
+    hub: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Rows, "column_names", ("body",))
     with pytest.raises(DataError, match=r"must have a column 'text', but its split .* has body"):
         find_source("hf:wiki/small")
-
-
-def test_without_datasets_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match="through datasets, which is missing; pip install datasets"):
         find_source("hf:wiki/small")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from qklab.study.plan import tuning
+from qklab.study.plan import count_runs
 from qklab.study.spec import StudySpec, read_study
 from qklab.train.spec import RunSpec
 
@@ -58,7 +58,7 @@ def test_a_study_file_says_what_it_is_about_and_resolves(name: str):
 @pytest.mark.parametrize("name", [name for name in FILES if "/" not in name])
 def test_a_small_study_takes_minutes(name: str):
     found = study(name)
-    runs = len(list(tuning(found))) + len(found.corpora) * len(found.arms) * (found.seeds - found.tuning_seeds)
+    runs = count_runs(found)
     run = arm(name)
     assert runs <= 25
     assert max(parameters(name, which) for which in found.arms) < 2_000_000

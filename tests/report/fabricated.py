@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from qklab.study.execute import FORMAT
-from qklab.study.plan import Planned
+from qklab.study.plan import PlannedRun
+from qklab.study.records import FORMAT
 from qklab.study.spec import StudySpec
 
 ARMS: dict[str, dict[str, Any]] = {
@@ -64,10 +64,10 @@ def fabricate(
     *,
     steps: int = 200,
     diverge: tuple[tuple[str, float], ...] = (),
-    unfinished: tuple[Planned, ...] = (),
-    absent: tuple[Planned, ...] = (),
+    unfinished: tuple[PlannedRun, ...] = (),
+    absent: tuple[PlannedRun, ...] = (),
     everywhere: bool = False,
-    only: Planned | None = None,
+    only: PlannedRun | None = None,
 ) -> Path:
     """Write the study; `diverge` names (arm, lr) whose runs diverge. Every learning rate for seeds that tune (for all
     with `everywhere`), else the last one of the study."""
@@ -77,12 +77,12 @@ def fabricate(
         for arm in study.arms:
             for lr in study.lrs:
                 for seed in range(study.seeds):
-                    planned = Planned(corpus, arm, lr, seed)
+                    planned = PlannedRun(corpus, arm, lr, seed)
                     if only is not None and planned != only:
                         continue
                     if planned not in absent and (everywhere or seed < study.tuning_seeds or lr == study.lrs[-1]):
                         one(
-                            planned.folder(folder),
+                            planned.folder_in(folder),
                             study,
                             planned,
                             steps,
@@ -92,7 +92,7 @@ def fabricate(
     return folder
 
 
-def final_loss(planned: Planned, study: StudySpec) -> float:
+def final_loss(planned: PlannedRun, study: StudySpec) -> float:
     """What the run ends with on test text."""
     shared = np.random.default_rng(planned.seed).normal(0, 0.03)
     own = np.random.default_rng(number(planned.arm, planned.seed)).normal(0, NOISE.get(planned.arm, 0.004))
@@ -109,8 +109,8 @@ def number(*parts: object) -> int:
     return int(hashlib.sha256(repr(parts).encode()).hexdigest()[:12], 16)
 
 
-def one(folder: Path, study: StudySpec, planned: Planned, steps: int, diverged: bool, finished: bool) -> None:
-    run = planned.spec(study)
+def one(folder: Path, study: StudySpec, planned: PlannedRun, steps: int, diverged: bool, finished: bool) -> None:
+    run = planned.resolve_spec(study)
     folder.mkdir(parents=True)
     write_json(
         folder / "run.json",

@@ -14,7 +14,7 @@ from qklab.report import build_report
 from qklab.report.build import render_report
 from qklab.report.data import gather_data
 from qklab.report.serve import ReportServer
-from qklab.study.plan import Planned
+from qklab.study.plan import PlannedRun
 
 FIGURES = ("forest", "curves", "rates", "cost", "entropy", "sink", "maps", "logits")
 
@@ -277,13 +277,13 @@ def test_the_served_page_reloads_when_a_run_has_news_and_keeps_what_was_hidden(
     browser: Browser, tmp_path: Path
 ) -> None:
     study = spec(seeds=1, lrs=[1e-3])
-    last = Planned("stdlib", "qk-norm", 1e-3, 0)
+    last = PlannedRun("stdlib", "qk-norm", 1e-3, 0)
     folder = fabricate(tmp_path / "s", study, steps=20, unfinished=(last,))
     with ReportServer([folder], 0, every=0.1) as live:
         browser.open(live.address)
         assert "4 of 5 runs have ended" in browser.run("return document.querySelector('.answer').textContent")
         browser.click('.legend[data-arm="1"]')
-        shutil.rmtree(last.folder(folder))
+        shutil.rmtree(last.folder_in(folder))
         fabricate(folder, study, steps=20, only=last)
         until = time.monotonic() + 30
         while "4 of 5 runs" in browser.run("return document.querySelector('.answer')?.textContent ?? '4 of 5 runs'"):

@@ -28,8 +28,8 @@ from qklab.report.maps import MapCache
 from qklab.report.page import embed_json, pack_maps
 from qklab.report.serve import ReportServer
 from qklab.runs.directory import RunError
-from qklab.study.plan import Planned
-from qklab.study.stats import verdicts
+from qklab.study.plan import PlannedRun
+from qklab.study.verdict import judge_arms
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +52,14 @@ def test_every_run_of_the_study_is_there_with_its_numbers(told: dict[str, Any]) 
     study = spec()
     assert len(told["runs"]) == told["planned"] == told["ended"] == 5 * (2 + 2)
     for run in told["runs"]:
-        planned = Planned("stdlib", told["arms"][run["arm"]]["name"], run["lr"], run["seed"])
+        planned = PlannedRun("stdlib", told["arms"][run["arm"]]["name"], run["lr"], run["seed"])
         assert run["test"]["loss"] == pytest.approx(final_loss(planned, study), rel=1e-7)
         assert run["valid"]["bits_per_byte"] == pytest.approx(
             (final_loss(planned, study) - 0.01) / math.log(2), rel=1e-7
         )
         assert run["id"] == f"{number(planned):032x}"
         assert (run["commit"], run["data"], run["status"]) == (COMMIT, DATA, "finished")
-        assert run["fingerprint"] == planned.spec(study).fingerprint
+        assert run["fingerprint"] == planned.resolve_spec(study).fingerprint
         assert run["curve"]["tokens"] == [512 * 20 * k for k in range(1, 11)]
         assert run["curve"]["seconds"][-1] == pytest.approx(run["seconds"], rel=1e-5)
 
@@ -73,10 +73,11 @@ def test_only_runs_at_the_chosen_learning_rate_speak_for_an_arm(told: dict[str, 
 def test_verdicts_are_those_of_the_statistics(told: dict[str, Any]) -> None:
     study = spec()
     values = {
-        name: {seed: final_loss(Planned("stdlib", name, 3e-3, seed), study) for seed in range(3)} for name in study.arms
+        name: {seed: final_loss(PlannedRun("stdlib", name, 3e-3, seed), study) for seed in range(3)}
+        for name in study.arms
     }
     baseline = values.pop("standard")
-    expected = verdicts(values, baseline, study.margin, name="standard", alpha=study.alpha)
+    expected = judge_arms(values, baseline, study.margin, name="standard", alpha=study.alpha)
     for name, verdict in expected.items():
         found = arm(told, name)["verdict"]
         assert found["verdict"] == verdict.verdict
@@ -156,9 +157,9 @@ def test_an_arm_that_diverges_everywhere_is_told_as_such(tmp_path: Path) -> None
 
 def test_a_study_under_way_is_told_from_what_there_is(tmp_path: Path) -> None:
     study = spec(arms={"standard": {}, "k=v": {"attention": {"share": "k=v"}}})
-    last = Planned("stdlib", "k=v", 3e-3, 2)
+    last = PlannedRun("stdlib", "k=v", 3e-3, 2)
     path = fabricate(
-        tmp_path / "s", study, unfinished=(last,), absent=(Planned("stdlib", "standard", 3e-3, 2),), steps=100
+        tmp_path / "s", study, unfinished=(last,), absent=(PlannedRun("stdlib", "standard", 3e-3, 2),), steps=100
     )
     (group,) = gather_data([path])["groups"]
     assert (group["ended"], group["planned"]) == (6, 8)
@@ -177,7 +178,7 @@ def test_a_study_with_no_run_yet_still_has_a_page(tmp_path: Path) -> None:
 
 def test_a_damaged_run_is_left_out_and_said(tmp_path: Path) -> None:
     path = fabricate(tmp_path / "s", spec())
-    (Planned("stdlib", "k=v", 3e-3, 0).folder(path) / "summary.json").write_text("{")
+    (PlannedRun("stdlib", "k=v", 3e-3, 0).folder_in(path) / "summary.json").write_text("{")
     (group,) = gather_data([path])["groups"]
     assert len(group["runs"]) == 19
     assert len(group["notes"]) == 2
@@ -188,7 +189,7 @@ def test_runs_without_a_study_are_shown_and_not_judged(tmp_path: Path, folder: P
     plain = tmp_path / "runs"
     for name in ("standard", "k=v"):
         for lr in (1e-3, 3e-3):
-            source = Planned("stdlib", name, lr, 0).folder(folder)
+            source = PlannedRun("stdlib", name, lr, 0).folder_in(folder)
             shutil.copytree(source, plain / f"{name}-{lr}")
     (group,) = gather_data([plain])["groups"]
     assert group["study"] is None
@@ -369,7 +370,7 @@ def test_the_served_page_follows_the_runs(tmp_path: Path) -> None:
         assert "connect-src 'self'" in page
         assert 'data-watch="0.05"' in page
         changed = threading.Event()
-        metrics = Planned("stdlib", "k=v", 1e-3, 0).folder(path) / "metrics.jsonl"
+        metrics = PlannedRun("stdlib", "k=v", 1e-3, 0).folder_in(path) / "metrics.jsonl"
         record = {"kind": "evaluation", "step": 20, "split": "valid", **scores(1.5)}
         metrics.write_text(metrics.read_text() + json.dumps(record) + "\n")
         for _ in range(400):

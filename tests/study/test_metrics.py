@@ -9,8 +9,8 @@ import pytest
 from qklab import register
 from qklab.schema import SpecError
 from qklab.study.metrics import Metric, find_metric, list_metrics
-from qklab.study.plan import Planned
-from qklab.study.results import Result
+from qklab.study.plan import PlannedRun
+from qklab.study.records import RunResult
 from qklab.study.spec import StudySpec
 
 ARMS: dict[str, dict[str, Any]] = {"standard": {}, "k=v": {"attention": {"share": "k=v"}}}
@@ -37,10 +37,10 @@ def study(**changes: Any) -> StudySpec:
 @pytest.mark.usefixtures("accuracy")
 def test_a_registered_metric_is_a_choice_of_a_study_and_is_read_from_its_runs() -> None:
     metric = find_metric(study(metric="accuracy").metric)
-    run = Result(Planned("c", "k=v", 1e-3, 0), "finished", {"evaluation": {"test": {"right": 3, "answers": 4}}})
+    run = RunResult(PlannedRun("c", "k=v", 1e-3, 0), "finished", {"evaluation": {"test": {"right": 3, "answers": 4}}})
     assert run.value(metric) == 0.75
-    assert run.told(metric) == "0.7500 of the answers right"
-    assert Result(run.planned, "diverged", {}).value(metric) == -math.inf
+    assert run.describe(metric) == "0.7500 of the answers right"
+    assert RunResult(run.planned, "diverged", {}).value(metric) == -math.inf
     assert [each.name for each in list_metrics()] == ["loss", "bits_per_byte", "accuracy"]
     assert metric.describe() == {
         "name": "accuracy",

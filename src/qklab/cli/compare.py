@@ -39,18 +39,20 @@ class CompareCommand:
     def execute(self) -> int:
         from qklab.cli.study import execute_and_report
         from qklab.study import compare
-        from qklab.study.execute import Slots, Study, read_spec
+        from qklab.study.execute import Study
+        from qklab.study.executors.local import LocalExecutor
+        from qklab.study.records import read_study_record
         from qklab.train.progress import Terminal
 
         display = Terminal()
-        slots = Slots.of_machine(self.device, self.at_once)
-        folder = self.out or compare.folder_of(self.texts)
+        executor = LocalExecutor(self.device, self.at_once, say=display.say)
+        folder = self.out or compare.default_comparison_folder(self.texts)
         if (folder / "study.json").exists():
-            spec = read_spec(folder / "study.json")
-            compare.refuse_other(spec, folder, self.texts, self.arms, self.size)
-            slots = compare.room(slots, compare.size_of(spec), self.at_once)
+            spec = read_study_record(folder).spec
+            compare.refuse_other_comparison(spec, folder, self.texts, self.arms, self.size)
+            executor.slots = compare.share_gpus(executor.slots, compare.find_size(spec), self.at_once)
             if self.more:
-                spec = compare.extended(spec, folder, slots, self.seeds, self.minutes)
+                spec = compare.extend_comparison(spec, folder, executor.slots, self.seeds, self.minutes)
             elif self.minutes is not None or self.seeds not in (None, spec.seeds):
                 raise ValueError(
                     f"{folder} holds a comparison already; add --continue to give it more seeds or minutes, or choose "
@@ -60,19 +62,19 @@ class CompareCommand:
         elif self.more:
             raise ValueError(f"there is no comparison in {folder} to continue; leave --continue out to begin one.")
         else:
-            spec = compare.planned(
+            spec = compare.plan_comparison(
                 self.texts,
                 arms=compare.DEFAULT if self.arms is None else self.arms,
                 minutes=compare.MINUTES if self.minutes is None else self.minutes,
                 seeds=compare.SEEDS if self.seeds is None else self.seeds,
                 size=self.size,
-                slots=slots,
+                slots=executor.slots,
                 at_once=self.at_once,
                 data=self.data,
                 say=display.say,
             )
-            slots = compare.room(slots, compare.size_of(spec), self.at_once)
+            executor.slots = compare.share_gpus(executor.slots, compare.find_size(spec), self.at_once)
         words = ["qklab", "compare", "--out", str(folder), *(() if self.data is None else ("--data", str(self.data)))]
         command = f"{shlex.join(words)} --continue --seeds {{more}}"
-        study = Study(spec, folder, data=self.data, execution=compare.execution_of(spec))
-        return execute_and_report(study, lambda: slots, display, command)
+        study = Study(spec, folder, data=self.data, execution=compare.choose_execution(spec))
+        return execute_and_report(study, lambda: executor, display, command)

@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import shlex
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ class StudyCommand:
         at_once: runs at a time; by default one per core or GPU
         rows: windows per forward pass, where a whole batch does not fit into memory
         ray: run on the Ray cluster at this address; without an address on one started on this machine
+        executor: where runs are carried out: local, ray, or what a package registered
         data: where corpora are looked for by name; by default $QKLAB_DATA
     """
 
@@ -30,6 +32,7 @@ class StudyCommand:
     at_once: int | None = None
     rows: int | None = None
     ray: str | None = None
+    executor: str | None = None
     data: Path | None = None
 
     @staticmethod
@@ -42,53 +45,58 @@ class StudyCommand:
         return completed
 
     def execute(self) -> int:
-        from qklab.study.execute import Slots, Study
-        from qklab.study.mirror import Mirror, is_url
-        from qklab.study.plan import file_name
+        from qklab import register
+        from qklab.study.execute import Study
+        from qklab.study.plan import encode_file_name
+        from qklab.study.remote import RemoteStudy, is_url
         from qklab.study.spec import read_study
         from qklab.train.progress import Terminal
 
         spec, display = read_study(self.file), Terminal()
         if self.seeds is not None:
             spec = spec.replace(seeds=self.seeds)
-        out = self.out or str(Path("runs") / file_name(spec.name.replace(" ", "-").lower()))
-        mirror = Mirror(out, say=display.say) if is_url(out) else None
-        folder = Path(out) if mirror is None else mirror.local
+        out = self.out or str(Path("runs") / encode_file_name(spec.name.replace(" ", "-").lower()))
+        remote = RemoteStudy(out, say=display.say) if is_url(out) else None
+        study = Study(
+            spec,
+            Path(out) if remote is None else remote.local,
+            data=self.data,
+            execution={"rows": self.rows},
+            remote=remote,
+        )
         words = ["qklab", "study", str(self.file), "--out", out]
-        for name in ("rows", "ray", "data"):
+        for name in ("rows", "executor", "ray", "data"):
             if getattr(self, name) is not None:
                 words += [f"--{name}", str(getattr(self, name))]
-        command = f"{shlex.join(words)} --seeds {{total}}"
-        if self.ray is None:
-            study = Study(spec, folder, data=self.data, execution={"rows": self.rows}, mirror=mirror)
-            return execute_and_report(study, lambda: Slots.of_machine(self.device, self.at_once), display, command)
-        from qklab.study.ray_executor import RayStudy
-
+        make = register.executor[self.executor or ("local" if self.ray is None else "ray")]
         address = None if self.ray == "local" else self.ray
-        cluster = RayStudy(spec, folder, data=self.data, execution={"rows": self.rows}, mirror=mirror, address=address)
-        return execute_and_report(cluster, lambda: cluster.slots(self.device, self.at_once), display, command)
+        return execute_and_report(
+            study,
+            lambda: make(self.device, self.at_once, address, display.say),
+            display,
+            f"{shlex.join(words)} --seeds {{total}}",
+        )
 
 
-def execute_and_report(study: Any, slots: Callable[[], Any], display: Any, command: str) -> int:
+def execute_and_report(study: Any, make_executor: Callable[[], Any], display: Any, command: str) -> int:
     """Do what is left of a study, print its answer and build its report."""
     from qklab import report
-    from qklab.study.answer import answer
-    from qklab.study.looks import read_looks
+    from qklab.study.answer import write_answer
+    from qklab.study.records import read_analyses
 
     try:
-        with study.opened():
-            room = slots()
-            results = study.carry_out(room, display)
-            looks = read_looks(study.folder).with_one_at(study.spec.seeds, room.count, command)
-            looks.write(study.folder)
-            if study.mirror is not None:
-                study.mirror.fetch_results(checkpoints=True)
+        with study.open(), contextlib.closing(make_executor()) as executor:
+            results = study.carry_out(executor, display)
+            analyses = read_analyses(study.folder).add(study.spec.seeds, executor.slots.count, command)
+            analyses.write(study.folder)
+            if study.remote is not None:
+                study.remote.send_study()
+                study.remote.fetch_records(checkpoints=True)
     finally:
         display.close()
-    print(f"\n{answer(study.spec, results, looks)}")
+    print(f"\n{write_answer(study.spec, results, analyses)}")
     print(f"\nThe pictures: {report.build_report([study.folder], study.folder / 'report.html')}")
-    if study.mirror is not None:
-        for name in ("looks.json", "report.html"):
-            study.mirror.put(name)
-        print(f"All of it is in {study.mirror.url}.")
+    if study.remote is not None:
+        study.remote.send_report()
+        print(f"All of it is in {study.remote.url}.")
     return 0

@@ -20,12 +20,13 @@ from qklab.report.maps import MapCache
 from qklab.runs.directory import RunDirectory
 from qklab.study.findings import Findings
 from qklab.study.metrics import Metric, list_metrics
+from qklab.study.stats.interim import alpha_of_each
 
 TRAIN_POINTS, PROBES = 200, 12
 PER_RUN = {"seed", "optimiser.lr"}
 STUDY_FACTS = (
     *("name", "baseline", "lrs", "seeds", "tuning_seeds", "match"),
-    *("metric", "alpha", "looks", "margin", "fingerprint"),
+    *("metric", "alpha", "analyses", "margin", "fingerprint"),
 )
 MEAN, LARGEST, RMS = "mean", "largest", "rms"
 QUANTITIES = {"entropy": MEAN, "sink_mass": MEAN, "largest_logit": LARGEST, "logit_change": RMS}
@@ -63,7 +64,7 @@ def describe_group(group: RunGroup, metrics: Sequence[Metric], maps: MapCache | 
         "arms": [
             {
                 "name": arm,
-                "lr": findings.chosen.get(arm),
+                "lr": findings.lrs.get(arm),
                 "verdict": describe_verdict(findings, study.baseline, arm) if study else None,
                 "ledger": findings.ledgers.get(arm),
                 "learning": describe_learning(group, runs, arm),
@@ -94,14 +95,14 @@ def describe_learning(group: RunGroup, runs: Sequence[dict[str, Any]], arm: str)
     own, baseline = (
         [run for run in runs if run["shown"] and group.arms[run["arm"]] == name] for name in (arm, group.study.baseline)
     )
-    return compare_learning(own, baseline, 1 - group.study.alpha / group.study.looks)
+    return compare_learning(own, baseline, 1 - alpha_of_each(group.study.alpha, group.study.analyses))
 
 
 def speaks_for_its_arm(run: RecordedRun, group: RunGroup, findings: Findings) -> bool:
     """Whether the run is at the learning rate chosen for its arm, or at the lowest one where none could be chosen."""
     if group.study is None:
         return True
-    lr = findings.chosen.get(run.planned.arm)
+    lr = findings.lrs.get(run.planned.arm)
     return run.planned.lr == (min(group.study.lrs) if lr is None else lr)
 
 

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from qklab.runs.directory import RunDirectory, RunError
-from qklab.study.execute import read_spec
-from qklab.study.findings import Findings, findings_of
-from qklab.study.looks import read_looks
-from qklab.study.plan import Planned
-from qklab.study.results import Result, ledger
+from qklab.study.findings import Findings, derive_findings
+from qklab.study.plan import PlannedRun
+from qklab.study.records import RunResult, read_analyses, read_study_record, sum_up_ledger
 from qklab.study.spec import StudySpec
 from qklab.train.resume import flatten_settings
 
@@ -27,11 +25,11 @@ class RecordedRun:
     record: dict[str, Any]
     summary: dict[str, Any] | None
     settings: dict[str, Any]
-    planned: Planned
+    planned: PlannedRun
 
     @property
-    def result(self) -> Result | None:
-        return None if self.summary is None else Result(self.planned, self.summary["status"], self.summary)
+    def result(self) -> RunResult | None:
+        return None if self.summary is None else RunResult(self.planned, self.summary["status"], self.summary)
 
 
 @dataclass
@@ -47,10 +45,10 @@ class RunGroup:
     notes: list[str] = field(default_factory=list)
 
     @property
-    def results(self) -> list[Result]:
+    def results(self) -> list[RunResult]:
         return [result for run in self.runs if (result := run.result) is not None]
 
-    def read_run(self, folder: Path, planned: Planned) -> None:
+    def read_run(self, folder: Path, planned: PlannedRun) -> None:
         """Add the run that lies there, if one has begun; one that cannot be read is left out with a note."""
         directory = RunDirectory(folder)
         if not directory.exists():
@@ -66,12 +64,12 @@ class RunGroup:
     def find_results(self) -> Findings:
         """A study's own findings; plain runs are not judged, for no baseline was named before they ran."""
         if self.study is not None:
-            return findings_of(self.study, self.results, self.corpus, read_looks(self.folder))
+            return derive_findings(self.study, self.results, self.corpus, read_analyses(self.folder))
         lrs = {arm: sorted({r.planned.lr for r in self.results if r.planned.arm == arm}) for arm in self.arms}
         return Findings(
             self.corpus,
-            chosen={arm: own[0] if own else None for arm, own in lrs.items()},
-            ledgers={arm: ledger(self.results, self.corpus, arm, lrs[arm]) for arm in self.arms},
+            lrs={arm: own[0] if own else None for arm, own in lrs.items()},
+            ledgers={arm: sum_up_ledger(self.results, self.corpus, arm, lrs[arm]) for arm in self.arms},
             headline=f"Runs on {self.corpus}, without a comparison",
             notes=[
                 "These runs belong to no study: no baseline and no measure were fixed before they ran, so there is no "
@@ -115,15 +113,15 @@ def find_folders(paths: Sequence[Path]) -> Iterator[Path]:
 
 def group_study(folder: Path) -> list[RunGroup]:
     """A group per corpus of a study."""
-    spec = read_spec(folder / "study.json")
+    spec = read_study_record(folder).spec
     groups: list[RunGroup] = []
     for corpus in spec.corpora:
         group = RunGroup(spec.name, corpus, folder, spec, list(spec.arms))
         for arm in spec.arms:
             for lr in spec.lrs:
                 for seed in range(spec.seeds):
-                    planned = Planned(corpus, arm, lr, seed)
-                    group.read_run(planned.folder(folder), planned)
+                    planned = PlannedRun(corpus, arm, lr, seed)
+                    group.read_run(planned.folder_in(folder), planned)
         groups.append(group)
     return groups
 
@@ -147,7 +145,7 @@ def group_plain_runs(folders: Sequence[Path]) -> list[RunGroup]:
         if arm not in group.arms:
             group.arms.append(arm)
         lr, seed = settings.get("optimiser.lr", math.nan), record["spec"].get("seed", 0)
-        group.read_run(folder, Planned(corpus, arm, lr, seed))
+        group.read_run(folder, PlannedRun(corpus, arm, lr, seed))
     if notes and not groups:
         raise RunError(notes[0])
     return list(groups.values())

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from qklab.study.curves import Curve, compare_along, reachable, sample_efficiency
+from qklab.study.stats.curves import Curve, compare_along, compare_sample_efficiency, find_common_loss
 
 POINTS = 40
 METRIC = "loss"  # of the validation curves that are compared
@@ -29,7 +29,8 @@ def compare_learning(
                 **{name: round_values(getattr(along, name)) for name in ("x", "mean", "low", "high")},
             }
         if axis == "tokens":
-            found["efficiency"] = sample_efficiency(ours, theirs, reachable(ours, theirs), level).sentence
+            target = find_common_loss(ours, theirs)
+            found["efficiency"] = compare_sample_efficiency(ours, theirs, target, level).sentence
     return found if len(found) > 1 else None
 
 

@@ -35,7 +35,7 @@ class StudyError(RunError):
     """A study that cannot be carried out as asked."""
 
 
-def arms_table(value: Any) -> Any:
+def check_arms(value: Any) -> Any:
     if not isinstance(value, Mapping) or len(value) < 2:
         raise ValueError("must be a table of at least two arms, each with the settings it changes")
     for name, changes in value.items():
@@ -51,7 +51,7 @@ def arms_table(value: Any) -> Any:
     return {name: dict(changes) for name, changes in value.items()}
 
 
-def settings_table(value: Any) -> Any:
+def check_settings(value: Any) -> Any:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
@@ -59,7 +59,7 @@ def settings_table(value: Any) -> Any:
     return dict(value)
 
 
-def learning_rates(value: Any) -> Any:
+def check_learning_rates(value: Any) -> Any:
     numbers = list(value) if isinstance(value, list | tuple) else []
     fine = all(isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < math.inf for x in numbers)
     if not numbers or not fine or len(set(numbers)) != len(numbers):
@@ -67,7 +67,7 @@ def learning_rates(value: Any) -> Any:
     return sorted(float(x) for x in numbers)
 
 
-def corpora_list(value: Any) -> Any:
+def check_corpora(value: Any) -> Any:
     names = [value] if isinstance(value, str) else list(value) if isinstance(value, list | tuple) else []
     if not names or not all(isinstance(name, str) and name for name in names) or len(set(names)) != len(names):
         raise ValueError("must be a corpus or a list of different corpora")
@@ -92,22 +92,23 @@ class StudySpec(Spec):
             which the MLP of the other arms is made wider or narrower.
         metric: What is compared, on test text, by a name of the registry: `loss` (nats per token), `bits_per_byte`…
         alpha: The chance of a false "better" or "worse" that is accepted, over all arms together.
-        looks: How often the study may be judged, if seeds are added after a look; each look gets its part of `alpha`.
+        analyses: How often the study may be judged, if seeds are added after an interim analysis; each gets its part of
+            `alpha`.
         margin: A difference of the metric that does not matter to you.
     """
 
     name: str = text_field("study")
     baseline: str = text_field()
-    arms: dict[str, dict[str, Any]] = checked_field(arms_table)
-    base: dict[str, Any] = checked_field(settings_table, None)
-    corpora: list[str] = checked_field(corpora_list, ("stdlib",))
-    lrs: list[float] = checked_field(learning_rates, (3e-3,))
+    arms: dict[str, dict[str, Any]] = checked_field(check_arms)
+    base: dict[str, Any] = checked_field(check_settings, None)
+    corpora: list[str] = checked_field(check_corpora, ("stdlib",))
+    lrs: list[float] = checked_field(check_learning_rates, (3e-3,))
     seeds: int = integer_field(3, at_most=1000)
     tuning_seeds: int = integer_field(1, at_most=1000)
     match: Literal["tokens", "seconds", "flops", "parameters"] = choice_field("tokens", MATCHES)
     metric: str = choice_field("loss", register.metric)
     alpha: float = number_field(0.05, above=0.0, at_most=0.5)
-    looks: int = integer_field(1, at_most=100)
+    analyses: int = integer_field(1, at_most=100)
     margin: float = number_field(0.01, above=0.0)
 
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -128,9 +129,9 @@ class StudySpec(Spec):
     @property
     def fingerprint(self) -> str:
         """SHA-256 of everything but the number of seeds, which a study may be given more of."""
-        return hashlib.sha256(json.dumps(canonical(self.fixed()), sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(canonicalise(self.fixed_settings()), sort_keys=True).encode()).hexdigest()
 
-    def fixed(self) -> dict[str, Any]:
+    def fixed_settings(self) -> dict[str, Any]:
         """What may not change once a run has begun."""
         return {name: value for name, value in self.to_dict().items() if name != "seeds"}
 
@@ -157,18 +158,18 @@ class StudySpec(Spec):
     def run(self, arm: str, corpus: str, lr: float, seed: int) -> RunSpec:
         """One run of the study."""
         own = {"corpus": {"source": corpus}, "optimiser": {"lr": lr}, "seed": seed}
-        spec = self.resolved(arm, own)
+        spec = self.resolve_arm(arm, own)
         if arm == self.baseline or self.match in ("tokens", "seconds"):
             return spec
-        base = self.resolved(self.baseline, own)
+        base = self.resolve_arm(self.baseline, own)
         if self.match == "flops":
-            return spec.replace(budget=spec.budget.replace(tokens=None, seconds=None, flops=flops_of(base)))
+            return spec.replace(budget=spec.budget.replace(tokens=None, seconds=None, flops=count_run_flops(base)))
         try:
-            return spec.replace(model=as_large_as(spec.model, base.model.parameters()))
+            return spec.replace(model=match_parameters(spec.model, base.model.parameters()))
         except SpecError as error:
             raise SpecError(f"arm {arm}: {error}", error.field, error.nearest) from None
 
-    def resolved(self, arm: str, own: Mapping[str, Any]) -> RunSpec:
+    def resolve_arm(self, arm: str, own: Mapping[str, Any]) -> RunSpec:
         """The run of an arm before it is matched with the baseline."""
         for where, table in (("base", self.base), (f"arm {arm}", self.arms[arm])):
             refuse_settings_of_study(where, table)
@@ -199,16 +200,16 @@ def refuse_settings_of_study(where: str, table: Mapping[str, Any]) -> None:
             raise SpecError(f"{where}: {name} is set by the study; {why}.", name)
 
 
-def canonical(value: Any) -> Any:
+def canonicalise(value: Any) -> Any:
     """The value with whole numbers written one way, so that 1 and 1.0 are the same setting."""
     if isinstance(value, Mapping):
-        return {name: canonical(inner) for name, inner in value.items()}
+        return {name: canonicalise(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [canonical(inner) for inner in value]
+        return [canonicalise(inner) for inner in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def flops_of(spec: RunSpec) -> float:
+def count_run_flops(spec: RunSpec) -> float:
     """What the run will have computed at its end."""
     assert spec.steps is not None
     exact = spec.steps * spec.flops_per_step
@@ -216,7 +217,7 @@ def flops_of(spec: RunSpec) -> float:
     return nearest if nearest <= exact else math.nextafter(nearest, 0.0)  # rounded up it would be a step more
 
 
-def as_large_as(model: Any, parameters: int) -> Any:
+def match_parameters(model: Any, parameters: int) -> Any:
     """The model with its MLP's hidden width changed so that it has as nearly as possible this many parameters."""
     each = model.replace(mlp_ratio=2 / model.width).parameters() - model.replace(mlp_ratio=1 / model.width).parameters()
     hidden = model.hidden + round((parameters - model.parameters()) / each)

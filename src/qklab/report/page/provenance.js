@@ -52,9 +52,9 @@ function factsTable() {
   tell(commits.length > 1 ? "commits (they differ)" : "commit", commits.join(", ") || "not from a checkout");
   machines.forEach((machine, k) => tell(`machine ${k + 1}`, machine));
   if (study) {
-    const { label, unit } = metricOf(study.metric), looks = study.looks > 1 ? ` and ${study.looks} looks` : "";
+    const { label, unit } = metricOf(study.metric), times = study.analyses > 1 ? ` and ${study.analyses} analyses` : "";
     const measure = label === unit ? unit : `${label}, ${unit}`;
-    const chances = `α = ${study.alpha} over all arms${looks}, margin ±${study.margin}`;
+    const chances = `α = ${study.alpha} over all arms${times}, margin ±${study.margin}`;
     tell("compared on", `${measure}, on test text, learning rates chosen on validation; ${chances}`);
   }
   const columns = [

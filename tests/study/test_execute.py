@@ -251,7 +251,7 @@ def test_a_disk_that_refuses_is_one_sentence(corpus: str, tmp_path: Path, monkey
         carry_out(small_spec(corpus), tmp_path)
     monkeypatch.undo()
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(StudyError, match="no space left on device; what was saved"):
+    with pytest.raises(StudyError, match="cannot be written: no space left on device; choose"):
         carry_out(small_spec(corpus), tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(StudyError, match=r"the study's folder .* cannot be written"):

@@ -78,7 +78,7 @@ def test_a_whole_study() -> None:
 
 def test_what_would_settle_it_and_the_command() -> None:
     results = whole({"standard": 0.0, "k=v": 0.02, "norm": 0.0001}, noise=0.02)
-    looks = Analyses(at_once=2, command="qklab compare --continue --seeds {more} --of {total}")
+    taken = Analyses(at_once=2, command="qklab compare --continue --seeds {more} --of {total}")
     found = derive_findings(study(), results, "stdlib", taken)
     assert {v.verdict for v in found.verdicts.values()} == {"open"}
     wanted = {arm: v.plan.more for arm, v in found.verdicts.items() if v.plan is not None and v.plan.more}

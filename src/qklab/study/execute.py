@@ -82,8 +82,7 @@ class Study:
         """Hold the folder, and fix the study's spec in it or see that it is the same."""
         self.spec.refuse_illegal()  # before anything is written
         try:
-            with explain_file_errors():
-                lock = RunDirectory(self.folder).lock()
+            lock = RunDirectory(self.folder).lock()
         except RunError as error:
             raise StudyError(str(error).replace("run directory", "study's folder")) from None
         with lock:

@@ -292,11 +292,14 @@ def main() -> None:
     parser.add_argument("--cpu-limit", type=int, default=150, help="CPU seconds after which tests count as hanging")
     parser.add_argument("--limit", type=float, default=600, help="the same by the clock")
     parser.add_argument("--out", type=Path, default=Path("mutants.jsonl"))
+    parser.add_argument("--part", default="1/1", help="2/3: the second third of the sample, for several at once")
     parser.add_argument("--list", action="store_true", help="show the mutants and run nothing")
     options = parser.parse_args()
 
     tree = options.tree.resolve()
     drawn = list(sample_mutants(tree / "src/qklab", options.count, options.seed))
+    part, parts = map(int, options.part.split("/"))
+    drawn = drawn[part - 1 :: parts]
     if options.list:
         for mutant in drawn:
             print(f"{mutant.module}:{mutant.line}: {mutant.kind}: {mutant.before!r} → {mutant.after!r}")

@@ -7,9 +7,13 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+SCRIPTS = [
+    pytest.param(path, id=path.stem, marks=[pytest.mark.long] if path.stem == "study_from_python" else [])
+    for path in sorted(EXAMPLES.glob("*.py"))
+]
 
 
-@pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_an_example_runs(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

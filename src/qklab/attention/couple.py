@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from qklab import register
-from qklab.ops.coupling import Network, Norm, couple, group_mean
-from qklab.ops.coupling.reference import force, scale_and_shift
+from qklab.ops.coupling import Network, Norm, apply_force, couple, group_mean, scale_and_shift
 from qklab.ops.dispatch import Impl
 from qklab.ops.rope import Angles
 
@@ -192,7 +191,7 @@ class Coupling(nn.Module):
 
     def kick(self, q: Tensor, share: float = 1.0) -> Tensor:
         """share · δ f(q̄), by which a group's queries move their key."""
-        return (share * self.step * force(self.networks()[0], group_mean(q))).to(q.dtype)
+        return (share * self.step * apply_force(self.networks()[0], group_mean(q))).to(q.dtype)
 
     @classmethod
     def formula_of(cls, spec: AttentionSpec) -> str:

@@ -233,7 +233,7 @@ def _couple(
     turn_key: bool,
     precision: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    from qklab.ops.coupling.triton import forward
+    from qklab.ops.coupling.launch import forward
 
     return forward(q, k, angles, weights, names, kind, steps, scale_limit, eps, turn_key, precision)
 
@@ -260,7 +260,7 @@ def _couple_backward(
     precision: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, and the gradients of all weights in a row: [G or 1, total]."""
-    from qklab.ops.coupling.triton import backward
+    from qklab.ops.coupling.launch import backward
 
     return backward(dq, dk, q, k, angles, weights, names, kind, steps, scale_limit, eps, turn_key, precision)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Pair = tuple[Tensor, Tensor]
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """W x + b on the last axis: one W [o, i] for all heads, or one per key head [G, o, i]."""
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     if weight.dim() == 2:
@@ -31,12 +31,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y if bias is None else y + bias
 
 
-def force(network: Network, u: Tensor) -> Tensor:
+def apply_force(network: Network, u: Tensor) -> Tensor:
     """W2 silu(W1 u + b1) + b2; −W1ᵀ(a ⊙ σ(W1 u + b1)) where there are amplitudes a; A u where nothing else is."""
-    z = linear(u, network.inner, network.inner_bias)
+    z = apply_linear(u, network.inner, network.inner_bias)
     if network.amplitude is not None:
-        return -linear((network.amplitude * torch.sigmoid(z)).to(u.dtype), network.inner.mT, None)
-    return z if network.outer is None else linear(F.silu(z), network.outer, network.outer_bias)
+        return -apply_linear((network.amplitude * torch.sigmoid(z)).to(u.dtype), network.inner.mT, None)
+    return z if network.outer is None else apply_linear(F.silu(z), network.outer, network.outer_bias)
 
 
 def group_mean(q: Tensor) -> Tensor:
@@ -71,8 +71,8 @@ def leapfrog(q: Tensor, k: Tensor, step: Tensor, f: Callable[[Tensor], Tensor], 
 def scale_and_shift(network: Network, u: Tensor, limit: float, precision: torch.dtype) -> Pair:
     """s = limit · tanh(raw) and t, both from one network."""
     assert network.outer is not None
-    z = F.silu(linear(u.to(precision), network.inner, network.inner_bias))
-    raw, shift = linear(z, network.outer, network.outer_bias).to(u.dtype).chunk(2, -1)
+    z = F.silu(apply_linear(u.to(precision), network.inner, network.inner_bias))
+    raw, shift = apply_linear(z, network.outer, network.outer_bias).to(u.dtype).chunk(2, -1)
     return limit * torch.tanh(raw), shift
 
 
@@ -95,7 +95,7 @@ def uncoupled(q: Tensor, k: Tensor, step: Tensor, g: Callable, f: Callable, step
     return q, k
 
 
-def finished(q: Tensor, k: Tensor, norm: Norm | None, angles: Pair | None, turn_key: bool) -> Pair:
+def normalise_and_rotate(q: Tensor, k: Tensor, norm: Norm | None, angles: Pair | None, turn_key: bool) -> Pair:
     """rotate(normalise(q, k)) for q [B, T, H, D], k [B, T, G, D], as `couple` ends."""
     if norm is not None:
         q, k = rms_norm(q, norm.query_gain, norm.eps), rms_norm(k, norm.key_gain, norm.eps)
@@ -104,7 +104,7 @@ def finished(q: Tensor, k: Tensor, norm: Norm | None, angles: Pair | None, turn_
     return q, k
 
 
-MOVED = {"euler": euler, "symplectic-euler": symplectic_euler, "leapfrog": leapfrog, "linear": symplectic_euler}
+FORCED = {"euler": euler, "symplectic-euler": symplectic_euler, "leapfrog": leapfrog, "linear": symplectic_euler}
 
 
 def couple(
@@ -124,7 +124,7 @@ def couple(
     end."""
     dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
     q, k = q.to(wide).unflatten(2, (k.shape[2], -1)), k.to(wide).unsqueeze(3)
-    forces = [lambda u, n=network: force(n, u.to(precision)).to(wide) for network in networks]
+    forces = [lambda u, n=network: apply_force(n, u.to(precision)).to(wide) for network in networks]
     if kind == "affine":
         q, k = affine(q, k, networks, steps, scale_limit, precision)
     else:
@@ -133,6 +133,6 @@ def couple(
         if kind == "uncoupled":
             q, k = uncoupled(q, k, step, forces[0], forces[1], steps)
         else:
-            q, k = MOVED[kind](q, k, step, forces[0], steps)
-    q, k = finished(q.flatten(2, 3), k.squeeze(3), norm, angles, turn_key)
+            q, k = FORCED[kind](q, k, step, forces[0], steps)
+    q, k = normalise_and_rotate(q.flatten(2, 3), k.squeeze(3), norm, angles, turn_key)
     return q.to(dtype), k.to(dtype)

@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from measure import RESULTS, keep, median_and_spread, provenance
 from qklab import AttentionSpec, LatentSpec
 from qklab.attention.cache import cache_class
-from qklab.ops.decode import Impl, decode
+from qklab.ops.decode import DecodeImpl, decode
 from qklab.ops.decode import sdpa as sdpa_route
 from qklab.ops.decode.reference import rotate_cached, visible
 from qklab.ops.rope import rope_angles
@@ -91,7 +91,7 @@ class Problem:
         v = None if self.v is None else self.v[part].double()
         return Problem(self.q[part].double(), self.k[part].double(), v, options)
 
-    def run(self, impl: Impl) -> Tensor:
+    def run(self, impl: DecodeImpl) -> Tensor:
         return decode(self.q, self.k, self.v, impl=impl, **self.options)
 
 

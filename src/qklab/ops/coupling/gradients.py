@@ -121,7 +121,7 @@ def force_gradients_kernel(
     p_drifts,  # [drifts, aside]: what its programs summed, the step's gradient by its drifts first
     p_sums,  # [programs / SLICES, total]: the programs' share of every gradient, each weight from its own offset on
     p_kicks,  # [programs]: their share of the step's gradient by its kicks, where there are several slices
-    offsets,  # networks.Weights: where the gradients of the force begin in a row of p_sums
+    offsets,  # networks.NetworkPointers: where the gradients of the force begin in a row of p_sums
     o_step,
     total,
     drifts,
@@ -191,7 +191,7 @@ def force_gradients_kernel(
 @triton.jit
 def affine_gradients_kernel(
     p_left,  # as kernels.backward_kernel left it, from the network's first tile on
-    weights,  # networks.Weights of one network
+    weights,  # networks.NetworkPointers of one network
     per_head,
     p_sums,  # as in force_gradients_kernel
     offsets,

@@ -66,8 +66,8 @@ def load_difference(tile, i_r, b_start, b_e, C):
 def forward_kernel(
     q,  # Heads
     k,
-    angles,  # Angles
-    parameters,  # networks.Map
+    angles,  # AngleTables
+    parameters,  # networks.MapParameters
     gains,  # Gains
     p_q_out,  # [B, T, G·R, D], contiguous
     p_k_out,  # [B, T, G, D], contiguous

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from qklab.ops.coupling import gradients, kernels, uncoupled
 from qklab.ops.coupling.api import layout
-from qklab.ops.coupling.maps import FORCED, MAPS
-from qklab.ops.coupling.networks import GRADIENT, LINEAR, MLP, Map, Weights
-from qklab.ops.coupling.tiles import INTERPRETED, Angles, Constants, Gains, Heads
+from qklab.ops.coupling.maps import MAPS
+from qklab.ops.coupling.networks import GRADIENT, LINEAR, MLP, MapParameters, NetworkPointers
+from qklab.ops.coupling.tiles import INTERPRETED, AngleTables, Constants, Gains, Heads
 
 DTYPES = {
     torch.float64: tl.float64,
@@ -68,7 +68,7 @@ def make_row_major(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def heads_of(x: Tensor) -> Heads:
+def make_heads(x: Tensor) -> Heads:
     return Heads(x, x.stride(0), x.stride(1), x.stride(2))
 
 
@@ -117,54 +117,56 @@ class Call:
         self.headed = self.gradient_rows > 1
         two_layers = MLP if "outer0" in self.weights else LINEAR
         self.force = GRADIENT if "amplitude0" in self.weights else two_layers
+        self.map = MAPS.get(kind)  # uncoupled has kernels of its own
+        self.stretches = self.map is not None and self.map.stretches
         self.shape: dict[str, Any] = {
             "G": self.G, "R": self.H // self.G, "D": self.D, "DP": self.DP, "WIDTH": inner.shape[-2], "HP": self.HP,
             "PAIRS": angles[0].shape[-1] if angles else 0, "TURN_K": turn_key, "NORM": eps is not None, "STEPS": steps,
-            "KIND": MAPS[kind][0].value if kind in MAPS else -1, "FORCE": self.force.value, "STRETCH": kind == "affine",
+            "KIND": self.map.variant.value if self.map else -1, "FORCE": self.force.value, "STRETCH": self.stretches,
             "HEADED": self.headed, "DOT": DTYPES[precision], "WIDE": DTYPES[self.wide],
             # rounding to 16 bits hides what the GPU's own tanh leaves out
             "FAST": q.is_cuda and precision.itemsize == 2,
         }  # fmt: skip
 
-    def place_angles(self, angles: list[Tensor]) -> Angles:
+    def place_angles(self, angles: list[Tensor]) -> AngleTables:
         """One table may serve all rows."""
         if not angles:
-            return Angles(None, None, 0, 0)
+            return AngleTables(None, None, 0, 0)
         cos, sin = (make_row_major(angle) for angle in angles)
         if cos.stride() != sin.stride():
             cos, sin = cos.contiguous(), sin.contiguous()
-        return Angles(cos, sin, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1))
+        return AngleTables(cos, sin, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1))
 
     def constants(self, how: Launch, **changes: Any) -> Constants:
         """What a kernel that is launched like this is compiled for."""
         even = self.T % how.block == 0
-        full = even and self.kind in FORCED
+        full = even and self.map is not None and not self.stretches
         blocks = {"BM": how.block, "EVEN": even, "FULL": full, "HOLD": full and how.hold, "STAGES": how.stages}
         bare = Constants(**self.shape | blocks | changes)
         # compiled code wants its numbers marked as constants one by one, the interpreter wants numbers
         return bare if INTERPRETED else Constants(*map(tl.constexpr, bare))
 
-    def network(self, i: int) -> Weights:
+    def network(self, i: int) -> NetworkPointers:
         w = self.weights
         last = w.get(f"outer_bias{i}", w.get(f"amplitude{i}"))
-        return Weights(w[f"inner{i}"], w.get(f"inner_bias{i}"), w.get(f"outer{i}"), last)
+        return NetworkPointers(w[f"inner{i}"], w.get(f"inner_bias{i}"), w.get(f"outer{i}"), last)
 
-    def offsets(self, i: int) -> Weights:
+    def offsets(self, i: int) -> NetworkPointers:
         """Where a network's gradients begin in a row of all."""
         s = self.starts
         last = s.get(f"outer_bias{i}", s.get(f"amplitude{i}", 0))
-        return Weights(s[f"inner{i}"], s.get(f"inner_bias{i}", 0), s.get(f"outer{i}", 0), last)
+        return NetworkPointers(s[f"inner{i}"], s.get(f"inner_bias{i}", 0), s.get(f"outer{i}", 0), last)
 
-    def parameters(self, query: Weights | None, key: Weights) -> Map:
+    def parameters(self, query: NetworkPointers | None, key: NetworkPointers) -> MapParameters:
         step = self.weights.get("step")
         step_per_head = int(step is not None and step.dim() == 3)
-        return Map(step, step_per_head, self.limit if self.kind == "affine" else None, self.per_head, query, key)
+        return MapParameters(step, step_per_head, self.limit if self.stretches else None, self.per_head, query, key)
 
     def inputs(self) -> tuple[Any, ...]:
         """The first arguments of `forward_kernel` and `backward_kernel`."""
-        networks = (self.network(0), self.network(1)) if self.kind == "affine" else (None, self.network(0))
+        networks = (self.network(0), self.network(1)) if self.stretches else (None, self.network(0))
         gains = Gains(self.weights.get("query_gain"), self.weights.get("key_gain"))
-        return heads_of(self.q), heads_of(self.k), self.angles, self.parameters(*networks), gains
+        return make_heads(self.q), make_heads(self.k), self.angles, self.parameters(*networks), gains
 
     def size(self) -> tuple[float, int, int]:
         return self.eps or 0.0, self.rows, self.T
@@ -190,7 +192,7 @@ class Call:
         return sums.unflatten(0, (-1, self.G, heads // self.G)).sum((0, 2))
 
     def left(self) -> Left:
-        if self.kind == "affine":
+        if self.stretches:
             return Left(tiles=6 * self.steps, units=self.steps, states=2 * self.steps)
         euler = self.kind == "euler"
         lean = self.q.dtype == self.precision and self.H == self.G and not (euler and self.steps > 1)
@@ -206,15 +208,14 @@ def forward(q: Tensor, k: Tensor, *choices: Any) -> tuple[Tensor, Tensor]:
     if not call.rows:
         return q_out, k_out
     how = choose_launch("forward", call.kind, call.DP, call.HP)
-    if call.kind == "uncoupled":
+    if call.map is None:
         for i, (x, out) in enumerate(((call.q, q_out), (call.k, k_out))):
             *inputs, C = uncoupled_arguments(call, how, i, x)
             programs = call.head_grid(how, x.shape[2])
             run(uncoupled.uncoupled_forward_kernel, programs, how, *inputs, out, *call.size(), C)
     else:
         programs = call.tile_grid(how, triton.cdiv(call.rows, how.block) * call.G)
-        functions = MAPS[call.kind][1]
-        arguments = (*call.inputs(), q_out, k_out, *call.size(), functions, call.constants(how))
+        arguments = (*call.inputs(), q_out, k_out, *call.size(), call.map.functions, call.constants(how))
         run(kernels.forward_kernel, programs, how, *arguments)
     return q_out, k_out
 
@@ -227,7 +228,7 @@ def backward(dq_out: Tensor, dk_out: Tensor, q: Tensor, k: Tensor, *choices: Any
     if not call.rows:
         return dq, dk, q.new_zeros((call.gradient_rows, call.total), dtype=call.wide)
     how = choose_launch("backward", call.kind, call.DP, call.HP)
-    if call.kind != "uncoupled":
+    if call.map is not None:
         return dq, dk, coupled_backward(call, how, dq_out, dk_out, dq, dk)
     of_queries = uncoupled_backward(call, how, 0, call.q, dq_out, dq)
     return dq, dk, of_queries + uncoupled_backward(call, how, 1, call.k, dk_out, dk)
@@ -282,19 +283,19 @@ def coupled_backward(call: Call, how: Launch, dq_out: Tensor, dk_out: Tensor, dq
     space = Workspace(call, how, left)
     states = None
     if left.states and call.steps > 1:
-        dtype = call.wide if call.kind == "affine" else call.precision
+        dtype = call.wide if call.stretches else call.precision
         states = call.q.new_empty((space.programs, left.states * size), dtype=dtype)
     lean = {"LEAN": left.lean, "LEFT": left.evaluations}
-    functions = MAPS[call.kind][1]
+    assert call.map is not None
     C = call.constants(how, UNIT=left.tiles * size, STATES=left.states * size, **lean)
     C_later = call.constants(space.then, SLICE=space.slice, **lean)
     for i, begin, tiles in space:
         run(
-            kernels.backward_kernel, space.programs, how, *call.inputs(), heads_of(dq_out), heads_of(dk_out), dq, dk,
-            space.asides[i], space.tiles, states, *call.size(), begin, tiles, functions, C,
+            kernels.backward_kernel, space.programs, how, *call.inputs(), make_heads(dq_out), make_heads(dk_out),
+            dq, dk, space.asides[i], space.tiles, states, *call.size(), begin, tiles, call.map.functions, C,
         )  # fmt: skip
         programs = space.later * space.slices
-        if call.kind == "affine":
+        if call.stretches:
             for network, first in ((0, 3), (1, 0)):  # a step's key tiles lie before its query tiles
                 run(
                     gradients.affine_gradients_kernel, programs, space.then, space.tiles[first * size :],
@@ -303,7 +304,7 @@ def coupled_backward(call: Call, how: Launch, dq_out: Tensor, dk_out: Tensor, dq
                 )  # fmt: skip
         else:
             run(
-                gradients.force_gradients_kernel, programs, space.then, heads_of(call.q),
+                gradients.force_gradients_kernel, programs, space.then, make_heads(call.q),
                 call.parameters(None, call.network(0)), dk, space.tiles, space.asides[i], space.sums[i],
                 space.kicks[i], call.offsets(0), call.starts["step"], call.total, space.programs,
                 1 + 2 * call.D, call.rows, call.T, begin, tiles, C_later,
@@ -317,7 +318,7 @@ def uncoupled_arguments(call: Call, how: Launch, i: int, x: Tensor) -> tuple[Any
     turn = bool(call.shape["PAIRS"]) and (i == 0 or call.shape["TURN_K"])
     gain = call.weights.get(("query_gain", "key_gain")[i])
     C = call.constants(how, G=heads, R=heads // call.G, TURN_K=turn)
-    return heads_of(x), call.angles, call.parameters(None, call.network(i)), gain, C
+    return make_heads(x), call.angles, call.parameters(None, call.network(i)), gain, C
 
 
 def uncoupled_backward(call: Call, how: Launch, i: int, x: Tensor, dout: Tensor, dx: Tensor) -> Tensor:
@@ -330,7 +331,7 @@ def uncoupled_backward(call: Call, how: Launch, i: int, x: Tensor, dout: Tensor,
     *inputs, C = uncoupled_arguments(call, how, i, x)
     o_gain = call.starts.get(("query_gain", "key_gain")[i], 0)
     run(
-        uncoupled.uncoupled_backward_kernel, programs, how, *inputs, heads_of(dout), dx, sums, states,
+        uncoupled.uncoupled_backward_kernel, programs, how, *inputs, make_heads(dout), dx, sums, states,
         call.offsets(i), call.starts["step"], o_gain, call.total, *call.size(), C,
     )  # fmt: skip
     return call.sum_programs(sums, heads)

@@ -39,7 +39,7 @@ LEAPFROG = tl.constexpr(2)
 AFFINE = tl.constexpr(3)
 
 
-class Forced(NamedTuple):
+class LoadedForce(NamedTuple):
     """A force and the step it acts for; `biased` has the biases in registers."""
 
     step: Any
@@ -47,7 +47,7 @@ class Forced(NamedTuple):
     biased: Any
 
 
-class Stretch(NamedTuple):
+class LoadedStretch(NamedTuple):
     """The two networks of an affine map."""
 
     limit: Any
@@ -68,7 +68,7 @@ class Functions(NamedTuple):
 def load_forced(parameters, i_head, o_d, m_d, C):
     step = tl.load(parameters.p_step + i_head * parameters.step_per_head).to(C.WIDE)
     network = load_force(parameters.key, i_head * parameters.per_head, tl.arange(0, C.HP), o_d, m_d, C)
-    return Forced(step, network, load_biases(network, C))
+    return LoadedForce(step, network, load_biases(network, C))
 
 
 @triton.jit
@@ -201,7 +201,7 @@ def shear_backward(b_dq, b_dk, b_dlog, b_dstep, kept, m, tile, p_left, p_states,
 def load_stretch(parameters, i_head, o_d, m_d, C):
     i_w, o_h = i_head * parameters.per_head, tl.arange(0, C.HP)
     query = load_affine(parameters.query, i_w, o_h, o_d, m_d, C)
-    return Stretch(parameters.limit, query, load_affine(parameters.key, i_w, o_h, o_d, m_d, C))
+    return LoadedStretch(parameters.limit, query, load_affine(parameters.key, i_w, o_h, o_d, m_d, C))
 
 
 @triton.jit
@@ -269,11 +269,17 @@ def stretch_backward(b_dq, b_dk, b_dlog, b_dstep, kept, m, tile, p_left, p_state
     return b_dq, b_dk, b_dstep
 
 
+class KernelMap(NamedTuple):
+    """A map as the kernels know it."""
+
+    functions: Functions
+    variant: tl.constexpr  # C.KIND: which of the maps that share these functions
+    stretches: bool = False  # C.STRETCH: whether E is not 1
+
+
+MAPS: dict[str, KernelMap] = {}
 SHEAR = Functions(load_forced, shear, shear_repeat, shear_backward)
-FORCED = {
-    "euler": (EULER, Functions(load_forced, euler, euler_repeat, euler_backward)),
-    "symplectic-euler": (KICK_DRIFT, SHEAR),
-    "linear": (KICK_DRIFT, SHEAR),
-    "leapfrog": (LEAPFROG, SHEAR),
-}
-MAPS = FORCED | {"affine": (AFFINE, Functions(load_stretch, stretch, stretch_repeat, stretch_backward))}
+MAPS["euler"] = KernelMap(Functions(load_forced, euler, euler_repeat, euler_backward), EULER)
+MAPS["symplectic-euler"] = MAPS["linear"] = KernelMap(SHEAR, KICK_DRIFT)
+MAPS["leapfrog"] = KernelMap(SHEAR, LEAPFROG)
+MAPS["affine"] = KernelMap(Functions(load_stretch, stretch, stretch_repeat, stretch_backward), AFFINE, stretches=True)

@@ -19,7 +19,7 @@ GRADIENT = tl.constexpr(1)
 LINEAR = tl.constexpr(2)
 
 
-class Weights(NamedTuple):
+class NetworkPointers(NamedTuple):
     """Where one network's weights lie, or their gradients."""
 
     p_w1: Any  # [G or 1, h, D]
@@ -28,18 +28,18 @@ class Weights(NamedTuple):
     p_b2: Any  # [D or 2D] or None; the amplitudes [G or 1, h] of a gradient force
 
 
-class Map(NamedTuple):
+class MapParameters(NamedTuple):
     """The parameters of a map: a step and a key's force, or the two networks of an affine one."""
 
     p_step: Any  # [G or 1] or None
     step_per_head: Any  # 1 where every key head has its own, else 0
     limit: Any
     per_head: Any  # 1 where every key head has matrices of its own, else 0
-    query: Any  # Weights or None
-    key: Any  # Weights
+    query: Any  # NetworkPointers or None
+    key: Any  # NetworkPointers
 
 
-class Network(NamedTuple):
+class LoadedNetwork(NamedTuple):
     """One key head's network, its matrices loaded: [h, D] each, the outer ones transposed."""
 
     w1: Any
@@ -108,18 +108,18 @@ def load_force(weights, i_w, o_h, o_d, m_d, C):
         b_w2 = load_matrix(weights.p_w2 + i_w * C.WIDTH * C.D, o_h, m_h, 1, o_d, m_d, C.WIDTH, C)
     if C.FORCE == GRADIENT:
         b2 += i_w * C.WIDTH
-    return Network(b_w1, b_w2, b_w1, keep_bias(weights.p_b1, C), b2, o_h, m_h, o_d, m_d)
+    return LoadedNetwork(b_w1, b_w2, b_w1, keep_bias(weights.p_b1, C), b2, o_h, m_h, o_d, m_d)
 
 
 @triton.jit
-def load_biases(network, C):
+def load_biases(n, C):
     """The same force, with its biases loaded, too."""
-    b_b1 = load_vector(network.b1, network.o_h, network.m_h, C.WIDE)
+    b_b1 = load_vector(n.b1, n.o_h, n.m_h, C.WIDE)
     if C.FORCE == GRADIENT:
-        b_b2 = load_vector(network.b2, network.o_h, network.m_h, C.WIDE)
+        b_b2 = load_vector(n.b2, n.o_h, n.m_h, C.WIDE)
     else:
-        b_b2 = load_vector(network.b2, network.o_d, network.m_d, C.WIDE)
-    return Network(network.w1, network.w2, network.w3, b_b1, b_b2, network.o_h, network.m_h, network.o_d, network.m_d)
+        b_b2 = load_vector(n.b2, n.o_d, n.m_d, C.WIDE)
+    return LoadedNetwork(n.w1, n.w2, n.w3, b_b1, b_b2, n.o_h, n.m_h, n.o_d, n.m_d)
 
 
 @triton.jit
@@ -131,7 +131,7 @@ def load_affine(weights, i_w, o_h, o_d, m_d, C):
     b_w2 = load_matrix(p_w2, o_h, m_h, 1, o_d, m_d, C.WIDTH, C)
     b_w3 = load_matrix(p_w2 + C.D * C.WIDTH, o_h, m_h, 1, o_d, m_d, C.WIDTH, C)
     b1, b2 = keep_bias(weights.p_b1, C), keep_bias(weights.p_b2, C)
-    return Network(b_w1, b_w2, b_w3, b1, b2, o_h, m_h, o_d, m_d)
+    return LoadedNetwork(b_w1, b_w2, b_w3, b1, b2, o_h, m_h, o_d, m_d)
 
 
 @triton.jit

@@ -27,7 +27,7 @@ class Heads(NamedTuple):
     head: Any
 
 
-class Angles(NamedTuple):
+class AngleTables(NamedTuple):
     """cos and sin [B or 1, T, PAIRS], entries side by side, with their strides; or no pointers and no rotation."""
 
     p_cos: Any

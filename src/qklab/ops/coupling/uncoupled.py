@@ -117,7 +117,7 @@ def uncoupled_backward_kernel(
     p_dx,
     p_sums,  # [programs, total]: each weight's gradient from its own offset on
     p_states,  # [programs, STEPS, BM, DP], or None for one step
-    offsets,  # networks.Weights
+    offsets,  # networks.NetworkPointers
     o_step,
     o_gain,
     total,

@@ -15,7 +15,7 @@ from qklab.ops.decode import DecodeImpl, decode
 from qklab.ops.dispatch import choose_automatically
 from qklab.testing.contracts import close
 
-ROUTES: list[api.Impl] = ["reference", "sdpa"]
+ROUTES: list[DecodeImpl] = ["reference", "sdpa"]
 
 
 def example(

@@ -115,10 +115,7 @@ def load_force(weights, i_w, o_h, o_d, m_d, C):
 def load_biases(n, C):
     """The same force, with its biases loaded, too."""
     b_b1 = load_vector(n.b1, n.o_h, n.m_h, C.WIDE)
-    if C.FORCE == GRADIENT:
-        b_b2 = load_vector(n.b2, n.o_h, n.m_h, C.WIDE)
-    else:
-        b_b2 = load_vector(n.b2, n.o_d, n.m_d, C.WIDE)
+    b_b2 = load_vector(n.b2, n.o_h, n.m_h, C.WIDE) if C.FORCE == GRADIENT else load_vector(n.b2, n.o_d, n.m_d, C.WIDE)
     return LoadedNetwork(n.w1, n.w2, n.w3, b_b1, b_b2, n.o_h, n.m_h, n.o_d, n.m_d)
 
 

@@ -44,9 +44,8 @@ def decode(
     check(q, k, v, starts, lengths, angles, value_width)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     width = k.shape[-1] if value_width is None else value_width
-    route = choose_impl(
-        "decode", impl, q.device, find_decode_obstacle(q, k, v), find_decode_objection(q, k), fallback="sdpa"
-    )
+    obstacle, objection = find_decode_obstacle(q, k, v), find_decode_objection(q, k)
+    route = choose_impl("decode", impl, q.device, obstacle, objection, fallback="sdpa")
     if route == "triton":
         cos, sin = (None, None) if angles is None else angles
         # compilers need an operator; called as one it takes the host a good deal longer

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import Settings
+from tiny import Settings, comparable, losses, train_in_two, train_until
 
 from qklab.data import DataSpec, prepare_corpus
 from qklab.model.decoder import Decoder
 from qklab.runs import RunDirectory, RunError
 from qklab.schema import SpecError
+from qklab.testing.processes import finish_process, start_process
 from qklab.train.launch import describe_outcome, train
 from qklab.train.load import load_model, sample_text
-from qklab.train.loop import Loop
 from qklab.train.resume import resolve_request
 from qklab.train.settings import resolve_run
 from qklab.train.spec import ExecutionSpec, RunSpec
@@ -27,14 +27,10 @@ from qklab.train.summary import measure_unigram_loss
 from qklab.train.trainer import Trainer
 
 
-def losses(folder: Path) -> list[float]:
-    return [record["loss"] for record in RunDirectory(folder).metrics("train")]
-
-
-def test_a_run_leaves_everything_it_promises(settings: Settings, tmp_path: Path) -> None:
+def test_a_run_leaves_everything_it_promises(settings: Settings, tiny_run: Path) -> None:
     spec, execution = settings()
-    outcome = train(spec, tmp_path / "run", execution)
-    directory = RunDirectory(tmp_path / "run")
+    outcome = train(spec, tiny_run, execution)
+    directory = RunDirectory(tiny_run)
     record, summary = directory.read(), directory.summary()
     assert summary is not None
     assert outcome.summary == summary
@@ -141,11 +137,6 @@ def test_steps_that_are_not_finite_are_skipped_and_then_end_the_run(
     assert train(spec, tmp_path / "all", execution).status == "diverged"  # a result, not to be tried again
 
 
-def test_an_absurd_learning_rate_is_recorded_as_diverged_or_bad(settings: Settings, tmp_path: Path) -> None:
-    spec, execution = settings(optimiser={"lr": 1e30, "clip": 0.0}, max_skips=3)
-    assert train(spec, tmp_path / "run", execution).status == "diverged"
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -159,18 +150,13 @@ def test_an_absurd_learning_rate_is_recorded_as_diverged_or_bad(settings: Settin
     ids=str,
 )
 def test_options_train_and_resume_bit_equal(
-    changes: dict[str, Any], settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], settings: Settings, tiny_run: Path, tmp_path: Path
 ) -> None:
     spec, execution = settings(**changes)
     train(spec, tmp_path / "whole", execution)
-    monkeypatch.setattr(Loop, "stopping", lambda self, stop: self.state.step == 7)
-    assert train(spec, tmp_path / "parts", execution).status == "interrupted"
-    monkeypatch.undo()
-    assert train(spec, tmp_path / "parts", execution).status == "finished"
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    plain, _ = settings()
-    train(plain, tmp_path / "plain", execution)
-    assert losses(tmp_path / "whole") != losses(tmp_path / "plain")  # the option does something
+    train_in_two(7, spec, execution, tmp_path / "parts")
+    assert comparable(tmp_path / "parts") == comparable(tmp_path / "whole")
+    assert losses(tmp_path / "whole") != losses(tiny_run)  # the option does something
 
 
 def test_recomputing_changes_nothing_and_may_change_when_a_run_resumes(
@@ -181,50 +167,21 @@ def test_recomputing_changes_nothing_and_may_change_when_a_run_resumes(
     monkeypatch.setattr(Decoder, "recompute", lambda self, what: asked_for.append(what) or plain(self, what))
     spec, execution = settings(model={"dropout": 0.2}, attention={"coupling": {"kind": "leapfrog"}})
     train(spec, tmp_path / "kept", execution)
-    with monkeypatch.context() as stopped:
-        stopped.setattr(Loop, "stopping", lambda self, stop: self.state.step == 7)
-        train(spec, tmp_path / "recomputed", execution.replace(recompute="coupling"))
+    train_until(7, spec, execution.replace(recompute="coupling"), tmp_path / "recomputed")
     train(spec, tmp_path / "recomputed", execution.replace(recompute="layers"))
     assert losses(tmp_path / "recomputed") == losses(tmp_path / "kept")
     assert asked_for == ["none", "coupling", "layers"]
 
 
-def test_muon_trains_and_resumes_bit_equal(settings: Settings, tmp_path: Path, spawn: Callable[..., Any]) -> None:
-    """In a process of its own: torch's Muon computes in bf16, for which some processors need a guard set early."""
-    spec, execution = settings(optimiser={"kind": "muon"})
-    for parts in (1, 2):
-        for _ in range(parts):
-            process = spawn(
-                until_seven if parts == 2 and _ == 0 else to_the_end, spec, execution, tmp_path / str(parts)
-            )
-            process.join()
-            assert process.exitcode == 0
-    assert losses(tmp_path / "2") == losses(tmp_path / "1")
-    assert losses(tmp_path / "1")[-1] < losses(tmp_path / "1")[0] - 0.5
-
-
-def to_the_end(spec: RunSpec, execution: ExecutionSpec, folder: Path) -> None:
-    train(spec, folder, execution)
-
-
-def until_seven(spec: RunSpec, execution: ExecutionSpec, folder: Path) -> None:
-    Loop.stopping = lambda self, stop: self.state.step == 7
-    train(spec, folder, execution)
-
-
 @pytest.mark.inductor
-def test_compiled_training_follows_the_eager_one(settings: Settings, tmp_path: Path) -> None:
-    spec, execution = settings()
-    train(spec, tmp_path / "eager", execution)
-    train(spec, tmp_path / "compiled", execution.replace(compile="yes"))
-    assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "eager"), abs=2e-4)
+def test_compiled_training_follows_the_eager_one(settings: Settings, tiny_run: Path, tmp_path: Path) -> None:
+    train_until(None, *settings(execution={"compile": "yes"}), tmp_path / "compiled")
+    assert losses(tmp_path / "compiled") == pytest.approx(losses(tiny_run), abs=2e-4)
 
 
-def test_a_trained_model_comes_back_and_generates(settings: Settings, tmp_path: Path) -> None:
-    spec, execution = settings()
-    train(spec, tmp_path / "run", execution)
+def test_a_trained_model_comes_back_and_generates(tiny_run: Path, tmp_path: Path) -> None:
     for which in ("newest", "best"):
-        decoder, tokenizer = load_model(tmp_path / "run", which)
+        decoder, tokenizer = load_model(tiny_run, which)
         text = sample_text(decoder, tokenizer, "Lic", 12, temperature=1.0, seed=0)
         assert text.startswith("Lic")
         assert text == sample_text(decoder, tokenizer, "Lic", 12, temperature=1.0, seed=0)
@@ -271,20 +228,19 @@ def test_unknown_settings_are_refused_with_a_suggestion() -> None:
             resolve_run(values)
 
 
-def test_a_run_directory_of_another_run_is_refused(settings: Settings, tmp_path: Path) -> None:
+def test_a_run_directory_of_another_run_is_refused(settings: Settings, tiny_run: Path) -> None:
     spec, execution = settings()
-    train(spec, tmp_path / "run", execution)
     other, _ = settings(optimiser={"lr": 1e-3})
     with pytest.raises(
         RunError, match=r"holds a run with optimiser\.lr=0\.003, but 0\.001 came; choose another folder"
     ):
-        train(other, tmp_path / "run", execution)
+        train(other, tiny_run, execution)
     with pytest.raises(RunError, match=r"holds a run with model\.attention\.share='none', but 'k=v' came"):
-        resolve_request({"attention": {"share": "k=v"}}, None, tmp_path / "run")
+        resolve_request({"attention": {"share": "k=v"}}, None, tiny_run)
     for values in ({"attention": {"coupling": {"kind": "leapfrog"}}}, {"model": {"recipe": "51m"}}):
         with pytest.raises(RunError, match=r"holds a run with model\."):
-            resolve_request(values, None, tmp_path / "run")
-    same, _ = resolve_request({"optimiser": {"lr": 3e-3}}, None, tmp_path / "run")
+            resolve_request(values, None, tiny_run)
+    same, _ = resolve_request({"optimiser": {"lr": 3e-3}}, None, tiny_run)
     assert same == spec.replace(precision="fp32")
 
 
@@ -295,17 +251,12 @@ def test_a_corpus_that_changed_under_a_run_is_refused(settings: Settings, tmp_pa
         (text / f"{name}.txt").write_text(f"{name} sat on the mat. " * 60)
     changes = {"corpus": {"source": str(text), "valid": 0.2, "test": 0.1}, "budget": {"tokens": 8 * 48 * 2}}
     spec, execution = settings(**changes)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QKLAB_CACHE", str(tmp_path / "cache"))
-        patch.setattr(Loop, "stopping", lambda self, stop: True)
-        assert train(spec, tmp_path / "run", execution).status == "interrupted"
-        patch.undo()
-        patch.setenv("QKLAB_CACHE", str(tmp_path / "cache"))
-        (text / "a.txt").write_text("something else entirely. " * 60)
-        with pytest.raises(RunError, match=r"the corpus changed under .*run: it began with"):
-            train(spec, tmp_path / "run", execution)
-        (text / "a.txt").write_text("a sat on the mat. " * 60)
-        assert train(spec, tmp_path / "run", execution).status == "finished"
+    assert train_until(1, spec, execution, tmp_path / "run") == "interrupted"
+    (text / "a.txt").write_text("something else entirely. " * 60)
+    with pytest.raises(RunError, match=r"the corpus changed under .*run: it began with"):
+        train(spec, tmp_path / "run", execution)
+    (text / "a.txt").write_text("a sat on the mat. " * 60)
+    assert train(spec, tmp_path / "run", execution).status == "finished"
 
 
 def test_another_tokenizer_is_refused(settings: Settings, tmp_path: Path) -> None:
@@ -318,9 +269,7 @@ def test_another_tokenizer_is_refused(settings: Settings, tmp_path: Path) -> Non
     spec, execution = settings(corpus={"source": str(tmp_path / "link")}, model={"vocab": 320})
     (tmp_path / "link").symlink_to(prepared[0].folder)
     small, _ = settings(corpus={"source": str(tmp_path / "link")}, model={"vocab": 257})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Loop, "stopping", lambda self, stop: True)
-        train(spec, tmp_path / "run", execution)
+    train_until(1, spec, execution, tmp_path / "run")
     (tmp_path / "link").unlink()
     (tmp_path / "link").symlink_to(prepared[1].folder)
     with pytest.raises(RunError, match="was trained with another tokenizer"):
@@ -335,24 +284,20 @@ def test_another_tokenizer_is_refused(settings: Settings, tmp_path: Path) -> Non
         train(small, tmp_path / "other", execution)
 
 
-def test_a_run_goes_on_without_its_source(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QKLAB_CACHE", str(tmp_path / "cache"))
+def test_a_run_goes_on_without_its_source(settings: Settings, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("\n<|endoftext|>\n".join(f"{word} and more of it, " * 40 for word in "abcdefghijklmnop"))
     spec, execution = settings(corpus={"source": str(text), "valid": 0.2}, budget={"tokens": 8 * 48 * 3})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Loop, "stopping", lambda self, stop: True)
-        assert train(spec, tmp_path / "run", execution).status == "interrupted"
+    assert train_until(1, spec, execution, tmp_path / "run") == "interrupted"
     text.unlink()
     assert train(spec, tmp_path / "run", execution).status == "finished"
 
 
 def test_a_lost_record_is_refused_before_anything_is_written(settings: Settings, tmp_path: Path) -> None:
-    spec, execution = settings()
-    train(spec, tmp_path / "run", execution)
+    train_until(1, *settings(), tmp_path / "run")
     (tmp_path / "run" / "run.json").unlink()
     with pytest.raises(RunError, match=r"what a run left but no run\.json"):
-        train(spec, tmp_path / "run", execution)
+        train_until(None, *settings(), tmp_path / "run")
     assert not (tmp_path / "run" / "run.json").exists()
 
 
@@ -362,7 +307,7 @@ def test_two_processes_in_one_directory(settings: Settings, tmp_path: Path) -> N
         train(spec, tmp_path / "run", execution)
 
 
-def limited(spec: RunSpec, execution: ExecutionSpec, folder: Path, size: int, message: Path) -> None:
+def train_with_small_files(spec: RunSpec, execution: ExecutionSpec, folder: Path, size: int, message: Path) -> None:
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -374,38 +319,28 @@ def limited(spec: RunSpec, execution: ExecutionSpec, folder: Path, size: int, me
 
 @pytest.mark.parametrize("size", [0, 1500, 40_000])
 def test_a_full_disk_is_one_sentence_and_loses_nothing(
-    size: int, settings: Settings, tmp_path: Path, spawn: Callable[..., Any]
+    size: int, settings: Settings, tiny_run: Path, tmp_path: Path
 ) -> None:
     """Files may not grow past a limit: run.json, then metrics, then checkpoints cannot be written."""
-    spec, execution = settings()
-    message = tmp_path / "message"
-    process = spawn(limited, spec, execution, tmp_path / "run", size, message)
-    process.join()
-    assert process.exitcode == 0
-    said = message.read_text()
-    assert "file too large" in said.lower()
-    assert "\n" not in said
-    assert train(spec, tmp_path / "run", execution).status == "finished"
-    train(spec, tmp_path / "whole", execution)
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    said = tmp_path / "said"
+    process = start_process(train_with_small_files, *settings(), tmp_path / "run", size, said)
+    assert finish_process(process) == 0
+    assert "file too large" in said.read_text().lower()
+    assert "\n" not in said.read_text()
+    assert train_until(None, *settings(), tmp_path / "run") == "finished"
+    assert comparable(tmp_path / "run") == comparable(tiny_run)
 
 
-def test_a_read_only_folder_is_one_sentence(settings: Settings, spawn: Callable[..., Any], tmp_path: Path) -> None:
-    spec, execution = settings()
-    with tempfile.TemporaryDirectory() as folder:
-        os.chmod(folder, 0o555)
-        if os.getuid() != 0:
-            with pytest.raises(RunError, match="cannot be written: permission denied"):
-                train(spec, Path(folder) / "run", execution)
-            return
-        process = spawn(refused_for_nobody, spec, execution, Path(folder) / "run")
-        process.join()
-        assert process.exitcode == 42
-
-
-def refused_for_nobody(spec: RunSpec, execution: ExecutionSpec, folder: Path) -> None:
-    os.setuid(65534)
+def train_as_nobody(spec: RunSpec, execution: ExecutionSpec, folder: Path) -> None:
+    if os.getuid() == 0:
+        os.setuid(65534)
     try:
         train(spec, folder, execution)
     except RunError as error:
         os._exit(42 if "cannot be written: permission denied; choose another --out" in str(error) else 1)
+
+
+def test_a_read_only_folder_is_one_sentence(settings: Settings) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o555)
+        assert finish_process(start_process(train_as_nobody, *settings(), Path(folder) / "run")) == 42

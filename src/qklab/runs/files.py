@@ -42,9 +42,11 @@ def temporary_name(path: Path) -> Iterator[Path]:
         yield temporary
         flush_to_disk(temporary)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             temporary.unlink()
+        if isinstance(error, OSError):
+            error.filename = str(path)
         raise
     flush_to_disk(path.parent)
 
@@ -82,7 +84,7 @@ def write_tensors(path: Path, tensors: "dict[str, Tensor]", metadata: dict[str, 
             number = re.search(r"(?:os error|code:) (\d+)", str(error))
             if number is None:
                 raise
-            raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
         os.chmod(temporary, MODE)  # safetensors lets nobody else read its files
 
 
@@ -127,7 +129,8 @@ class AppendedFile:
             while data:
                 data = data[os.write(self.descriptor, data) :]
         except OSError as error:
-            raise OSError(error.errno, f"{self.path} cannot be appended to: {describe_os_error(error)}") from None
+            error.filename = str(self.path)
+            raise
 
     def flush(self) -> None:
         """Return once everything appended is on the disk."""

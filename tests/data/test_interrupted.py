@@ -61,7 +61,7 @@ def test_killed_at_any_rename_it_goes_on_and_ends_bit_equal(
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda handle: None)  # a power cut is not what is tested, and it takes long
     whole = read_files(build(folder).folder)
-    replace, spec = os.replace, spec_of(folder)
+    replace, spec, number = os.replace, spec_of(folder), 0
     for number in range(1000):
         with monkeypatch.context() as patch:
             patch.setattr(os, "replace", fail_at(number, replace, Killed(), after))

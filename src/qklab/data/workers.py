@@ -33,8 +33,9 @@ def start_worker(task: Callable[[str], None], argument: str) -> subprocess.Popen
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
         "TOKENIZERS_PARALLELISM": "true" if task is serve_training else "false",
     }
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([sys.executable, "-P", "-c", program, argument], env=environment, **pipes)
+    command = [sys.executable, "-P", "-c", program, argument]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe)
 
 
 def serve_training(vocab: str) -> None:

@@ -142,3 +142,9 @@ def test_a_coupling_with_a_kernel_is_named_nowhere_else() -> None:
         if path.suffix in (".py", ".md", ".js") and re.search("symplectic[-_]?euler", path.read_text("utf-8"), re.I)
     }
     assert named - set(files_to_touch()["coupling with a kernel"]) <= LEFT
+
+
+def test_test_files_are_told_apart_by_name() -> None:
+    """pytest imports them by that name alone, and would stop before the first test."""
+    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py"]
+    assert not {name for name in names if names.count(name) > 1}

@@ -10,7 +10,7 @@ from torch import Tensor
 from qklab import Attention, AttentionSpec, CouplingSpec
 from qklab.ops.coupling import Network, Norm, couple
 from qklab.ops.dispatch import choose_automatically
-from qklab.testing.contracts import close, within_budget
+from qklab.testing.numerics import close, within_budget
 
 B, T, H, G, D, h = 2, 5, 4, 2, 6, 7
 

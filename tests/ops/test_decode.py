@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from qklab import Attention, AttentionSpec
 from qklab.ops.decode import DecodeImpl, decode
 from qklab.ops.dispatch import choose_automatically
-from qklab.testing.contracts import close
+from qklab.testing.numerics import close
 
 ROUTES: list[DecodeImpl] = ["reference", "sdpa"]
 

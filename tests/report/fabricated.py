@@ -66,11 +66,10 @@ def fabricate(
     diverge: tuple[tuple[str, float], ...] = (),
     unfinished: tuple[PlannedRun, ...] = (),
     absent: tuple[PlannedRun, ...] = (),
-    everywhere: bool = False,
     only: PlannedRun | None = None,
 ) -> Path:
-    """Write the study; `diverge` names (arm, lr) whose runs diverge. Every learning rate for seeds that tune (for all
-    with `everywhere`), else the last one of the study."""
+    """Write the study; `diverge` names (arm, lr) whose runs diverge. Every learning rate for seeds that tune, for
+    others the last one of the study."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "study.json", {"format": FORMAT, "fingerprint": study.fingerprint, "spec": study.to_dict()})
     for corpus in study.corpora:
@@ -80,7 +79,7 @@ def fabricate(
                     planned = PlannedRun(corpus, arm, lr, seed)
                     if only is not None and planned != only:
                         continue
-                    if planned not in absent and (everywhere or seed < study.tuning_seeds or lr == study.lrs[-1]):
+                    if planned not in absent and (seed < study.tuning_seeds or lr == study.lrs[-1]):
                         one(
                             planned.folder_in(folder),
                             study,
@@ -148,7 +147,7 @@ def one(folder: Path, study: StudySpec, planned: PlannedRun, steps: int, diverge
             lines.append({"kind": "evaluation", "step": step, "split": "valid", **scores(smooth)})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "probes").mkdir()
-    layers, heads = run.model.layers, run.model.attention.heads
+    layers, heads = run.model.layers, run.model.attention_of(0).heads
     for k in range(1, 11):
         if (step := steps * k // 10) > last:
             break

@@ -183,7 +183,7 @@ def test_a_diverged_model_is_shown_as_such(
     model, tokenizer = load_model(run)
     with torch.no_grad():
         model.embed.weight.fill_(math.nan)
-    monkeypatch.setattr(inspect_module, "load", lambda *_: (model, tokenizer))
+    monkeypatch.setattr(inspect_module, "load_model", lambda *_: (model, tokenizer))
     inspect_run(run, TEXT, tmp_path)
     content = json.loads((tmp_path / "inspect.json").read_text(), parse_constant=pytest.fail)
     assert content["diagnostics"]["entropy"] == [[None] * HEADS] * LAYERS

@@ -2,12 +2,15 @@
 
 import base64
 import json
+import math
 import re
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from typing import Any
+
+import numpy as np
 
 IMPORT = re.compile(r'^import [^;]*"\./([\w.]+)";\n', re.MULTILINE)
 EXPORT = re.compile(r"^export (?=const|let|function|async|class)", re.MULTILINE)
@@ -64,9 +67,8 @@ def pack_maps(attention: Mapping[str, Any], heads: int | None = None) -> dict[st
 
 
 def mean_map(maps: Sequence[Rows]) -> Rows:
-    size = range(len(maps[0]))
-    cells = [[[rows[i][j] for rows in maps] for j in size] for i in size]
-    return [[None if None in own else sum(own) / len(own) for own in row] for row in cells]
+    stacked = np.array(maps, dtype=float)  # None becomes nan
+    return [[None if math.isnan(x) else x for x in row] for row in stacked.mean(0).tolist()]
 
 
 def pack_triangle(rows: Rows) -> str:

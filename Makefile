@@ -4,17 +4,19 @@ TORCH  ?= 2.13.0
 OLDEST := 5.17.0
 VENV   := .venv
 BIN    := $(VENV)/bin
+PAGE   := src/qklab/report/page
 # Python compiles what is imported, once; compiling all that is installed takes a minute more.
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint bench docs clean help
+.PHONY: demo test lint bench docs site clean help
 help:
 	@echo "make demo   every mechanism and its cost; three attentions compared on Python's own library; the report"
 	@echo "make test   run the tests"
-	@echo "make lint   ruff, pyright, import-linter"
+	@echo "make lint   ruff, pyright, import-linter, deno"
 	@echo "make bench  measure the layer's mechanisms against the standard one, and the kernels against their bounds"
 	@echo "make docs   redraw the drawings and cost tables of docs/mechanisms"
+	@echo "make site   the documentation as a site, in build/site"
 
 # torch is installed first and pinned: an open range may pull gigabytes of CUDA packages. One that is there is kept.
 $(VENV)/.torch:
@@ -34,6 +36,11 @@ $(VENV)/.qklab: $(VENV)/.torch pyproject.toml
 $(VENV)/.dev: $(VENV)/.qklab pyproject.toml
 	@echo "== installing the test and lint tools into $(VENV)"
 	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.torch pyproject.toml
+	@echo "== installing the site's tools into $(VENV)"
+	@$(PIP) --editable '.[docs]'
 	@touch $@
 
 # What goes with the oldest Transformers lies in a folder of its own, before everything else on the path.
@@ -63,6 +70,8 @@ lint: $(VENV)/.dev
 	@echo "== ruff"; $(BIN)/ruff check . && $(BIN)/ruff format --check .
 	@echo "== pyright"; PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --warnings
 	@echo "== import-linter"; $(BIN)/lint-imports
+	@echo "== deno, for the scripts of the report's page"
+	@$(BIN)/deno fmt --quiet --check --line-width 120 $(PAGE)/*.js && $(BIN)/deno lint --quiet $(PAGE)
 
 bench: $(VENV)/.qklab
 	@echo "== measuring attention layers on this machine"
@@ -70,9 +79,13 @@ bench: $(VENV)/.qklab
 	@echo "== the bounds of the kernels, which take a GPU"
 	@$(BIN)/python benchmarks/bounds.py
 
-docs: $(VENV)/.qklab
+docs: $(VENV)/.docs
 	@echo "== redrawing docs"
 	@$(BIN)/python docs/build.py
+
+site: $(VENV)/.docs
+	@echo "== building the site"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python tools/site.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache build dist

@@ -25,13 +25,13 @@ import torch
 from torch import Tensor, nn
 
 from measure import RESULTS, copy_rate, keep, median_and_spread, provenance, seconds
-from qklab import CouplingSpec, Decoder, recipe
-from qklab.attention.couple import COUPLINGS, Coupling
-from qklab.attention.places import rope_angles
+from qklab import CouplingSpec, Decoder, recipe, register
+from qklab.attention.couple import Coupling
 from qklab.attention.spec import AttentionSpec
 from qklab.model.decoder import Recompute
 from qklab.ops.dispatch import Impl
 from qklab.ops.loss import linear_cross_entropy
+from qklab.ops.rope import rope_angles
 
 COUPLED: dict[str, dict[str, Any]] = {
     "euler×1": {"kind": "euler"},
@@ -49,7 +49,7 @@ class Op:
         torch.manual_seed(0)
         heads = width // head_width
         spec = AttentionSpec(width=width, heads=heads, coupling=CouplingSpec(**choices))
-        self.couple: Coupling = COUPLINGS[choices["kind"]](spec).cuda()
+        self.couple: Coupling = register.coupling[choices["kind"]](spec).cuda()
         with torch.no_grad():
             for parameter in self.couple.parameters():
                 parameter.add_(0.05 * torch.randn_like(parameter))

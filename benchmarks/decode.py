@@ -30,10 +30,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from measure import RESULTS, keep, median_and_spread, provenance
 from qklab import AttentionSpec, LatentSpec
 from qklab.attention.cache import cache_class
-from qklab.attention.places import rope_angles
-from qklab.ops.decode import Impl, decode
+from qklab.ops.decode import DecodeImpl, decode
 from qklab.ops.decode import sdpa as sdpa_route
-from qklab.ops.decode.reference import turned, visible
+from qklab.ops.decode.reference import rotate_cached, visible
+from qklab.ops.rope import rope_angles
 
 Arm = Callable[[], Tensor]
 BACKENDS = {
@@ -91,7 +91,7 @@ class Problem:
         v = None if self.v is None else self.v[part].double()
         return Problem(self.q[part].double(), self.k[part].double(), v, options)
 
-    def run(self, impl: Impl) -> Tensor:
+    def run(self, impl: DecodeImpl) -> Tensor:
         return decode(self.q, self.k, self.v, impl=impl, **self.options)
 
 
@@ -146,7 +146,7 @@ def torch_arm(problem: Problem, backend: SDPBackend | None, packed: bool = False
     def call() -> Tensor:
         k = problem.k
         if "angles" in options:
-            k = turned(k, options["angles"], None)
+            k = rotate_cached(k, options["angles"], None)
         q = problem.q.unflatten(2, (k.shape[2], -1))[:, 0] if packed else problem.q.transpose(1, 2)
         mask = None
         if "starts" in options:

@@ -31,11 +31,12 @@ from measure import RESULTS, copy_rate, interleaved, keep, median_and_spread, pr
 from qklab.data.batches import Batch
 from qklab.model.decoder import Decoder
 from qklab.optim import LogitControlSpec, Optimiser, OptimiserSpec, attention_roles
-from qklab.train.launch import concrete
-from qklab.train.machine import Machine, guard_bf16
+from qklab.train.launch import choose_precision
+from qklab.train.machine import Machine, work_around_bf16
 from qklab.train.objective import Objective
-from qklab.train.parallel import distribute
-from qklab.train.spec import ExecutionSpec, RunSpec, resolve
+from qklab.train.parallel import distribute_objective
+from qklab.train.settings import resolve_run
+from qklab.train.spec import ExecutionSpec, RunSpec
 from qklab.train.trainer import State, Trainer
 
 LR = 1e-5  # small, so that the weights stay those of a new model
@@ -57,7 +58,7 @@ class Bench(Trainer):
         self.bf16 = spec.precision == "bf16"
         self.state = State()
         self.objective = Objective(Decoder(spec.model, seed=spec.seed).to(machine.device))
-        self.call = distribute(self.objective, execution, machine, self.bf16)
+        self.call = distribute_objective(self.objective, execution, machine, self.bf16)
         self.arms = {name: Optimiser(spec.optimiser, self.decoder, control) for name, control in arms.items()}
         self.optimiser = next(iter(self.arms.values()))
 
@@ -87,7 +88,7 @@ class Bench(Trainer):
 
 
 def settings(options: argparse.Namespace, kind: str) -> tuple[RunSpec, ExecutionSpec]:
-    return resolve(
+    return resolve_run(
         {
             "corpus": {"tokenizer": "bpe" if options.size == "nano" else "gpt2"},  # only its size matters here
             "model": {"recipe": options.size},
@@ -119,7 +120,7 @@ def gate(spec: RunSpec, machine: Machine) -> None:
         model = copy.deepcopy(start)
         optimiser = Optimiser(asked, model, ARMS[control])
         for layer in attention_roles(model).values():
-            layer.parts["k"].weight.data.mul_(growth)
+            layer.projections["k"].weight.data.mul_(growth)
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
             parameter.grad = gradient.clone()
         optimiser.step(asked.lr)
@@ -194,7 +195,7 @@ def measure(kind: str, options: argparse.Namespace, rate: float) -> dict[str, An
     """One optimiser with and without each control."""
     spec, execution = settings(options, kind)
     machine = Machine.open(execution)
-    spec = concrete(spec, machine)
+    spec = choose_precision(spec, machine)
     gate(spec, machine)
     batch, gpu = random_batch(spec, machine.device), machine.device.type == "cuda"
     bench = Bench(spec, execution, machine, ARMS)
@@ -212,7 +213,10 @@ def measure(kind: str, options: argparse.Namespace, rate: float) -> dict[str, An
     alone = {name: own.updates(name, gradients, many) for name, own in of.items()}
     part = compared(interleaved(alone, options.rounds, machine.device.type), many)
     weights = {
-        id(t): t for layer in attention_roles(bench.decoder).values() for p in layer.parts.values() for t in p.tensors
+        id(t): t
+        for layer in attention_roles(bench.decoder).values()
+        for p in layer.projections.values()
+        for t in p.tensors
     }
     bytes_controlled = sum(t.numel() * t.element_size() for t in weights.values())
     floor = {"read_and_written": 2 * bytes_controlled / rate * 1e3, "with_a_copy": 5 * bytes_controlled / rate * 1e3}
@@ -267,7 +271,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result file")
     options = parser.parse_args()
     if options.device == "cpu" and "muon" in options.optimisers:
-        guard_bf16(print)
+        work_around_bf16(print)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     rate = copy_rate(options.device)

@@ -30,33 +30,38 @@ from typing import Any
 from measure import RESULTS, keep, provenance
 from qklab import report
 from qklab.runs import MetricsFile, RunDirectory
-from qklab.study.answer import answer
-from qklab.study.execute import Active, Slots, Study
-from qklab.study.plan import Planned, tuning
-from qklab.study.results import Result
+from qklab.study.answer import write_answer
+from qklab.study.execute import Study
+from qklab.study.executors import RunTask, Unit, WorkerSlots
+from qklab.study.executors.local import LocalExecutor
+from qklab.study.plan import plan_tuning_runs
+from qklab.study.records import RunResult
 from qklab.study.spec import StudySpec
 from qklab.train.launch import train
-from qklab.train.progress import Display, Silent, Terminal
+from qklab.train.progress import Silent, Terminal
 from qklab.train.spec import ExecutionSpec
 
 LIMIT = 0.02  # of the seconds of training, for all that is beside it
 ARMS: dict[str, dict[str, Any]] = {"standard": {}, "k=v": {"attention": {"share": "k=v"}}}
 
 
-class Timed(Study):
-    """A study that notes when the processes of its runs began and ended."""
+class TimedExecutor(LocalExecutor):
+    """Notes when the process of each run began and when its end was noticed."""
 
-    def __init__(self, spec: StudySpec, folder: Path, data: Path | None):
-        super().__init__(spec, folder, data=data)
-        self.moments: dict[Planned, list[float]] = {}
+    def __init__(self, slots: int):
+        super().__init__("cpu", slots)
+        self.slots = WorkerSlots(slots, 1)
+        self.moments: dict[str, list[float]] = {}
 
-    def start(self, planned: Planned, slots: Slots, active: dict[int, Active], display: Display) -> None:
-        self.moments.setdefault(planned, []).append(time.perf_counter())
-        super().start(planned, slots, active, display)
+    def submit(self, unit: Unit) -> None:
+        self.moments.setdefault(unit.tasks[0].name, []).append(time.perf_counter())
+        super().submit(unit)
 
-    def ended(self, run: Active, code: int | None, display: Display) -> bool:
-        self.moments[run.planned].append(time.perf_counter())
-        return super().ended(run, code, display)
+    def wait(self, seconds: float) -> list[RunTask]:
+        ended = super().wait(seconds)
+        for task in ended:
+            self.moments[task.name].append(time.perf_counter())
+        return ended
 
 
 def study_of(options: argparse.Namespace) -> StudySpec:
@@ -88,23 +93,23 @@ def gate(options: argparse.Namespace, folder: Path) -> None:
     evaluation = {"times": 2, "tokens": 256, "probes": 1, "probe_tokens": 16}
     base = {"model": model, "attention": {"heads": 2}, "batch": {"sequences": 2}, "budget": few}
     tiny = study_of(options).replace(base=base | {"evaluation": evaluation}, seeds=1, match="tokens")
-    slots = Slots(options.slots, 1)
-    with Study(tiny, folder / "study", data=options.data).opened() as study:
-        study.carry_out(slots, Silent())
-    for run in tuning(tiny):
-        train(run.spec(tiny), run.folder(folder / "alone"), ExecutionSpec(device="cpu", threads=1), data=options.data)
-        if left_behind(run.folder(folder / "study")) != left_behind(run.folder(folder / "alone")):
+    with Study(tiny, folder / "study", data=options.data).open() as study:
+        study.carry_out(TimedExecutor(options.slots), Silent())
+    one_thread = ExecutionSpec(device="cpu", threads=1)
+    for run in plan_tuning_runs(tiny):
+        train(run.resolve_spec(tiny), run.folder_in(folder / "alone"), one_thread, data=options.data)
+        if left_behind(run.folder_in(folder / "study")) != left_behind(run.folder_in(folder / "alone")):
             sys.exit(f"the run {run.name} is another one in a study than by itself; nothing was measured.")
 
 
-def gate_whole(study: Timed, results: Sequence[Result]) -> None:
+def gate_whole(study: Study, executor: TimedExecutor, results: Sequence[RunResult]) -> None:
     """Ends the benchmark unless every planned run has finished, once."""
     planned = len(study.spec.arms) * study.spec.seeds
     folders = {path.parent for path in study.folder.glob("runs/**/run.json")}
-    if len(results) != planned or folders != {result.planned.folder(study.folder) for result in results}:
+    if len(results) != planned or folders != {result.planned.folder_in(study.folder) for result in results}:
         sys.exit(f"{planned} runs were planned, {len(results)} ended and {len(folders)} exist; nothing is kept.")
     for result in results:
-        if result.status != "finished" or len(study.moments[result.planned]) != 2:
+        if result.status != "finished" or len(executor.moments[result.planned.name]) != 2:
             sys.exit(f"the run {result.planned.name} was resumed or is {result.status}; nothing is kept.")
 
 
@@ -118,12 +123,12 @@ def busy(intervals: Sequence[tuple[float, float]], slots: int) -> float:
     return total
 
 
-def seconds_of_records(results: Sequence[Result], study: Path, folder: Path) -> float:
+def seconds_of_records(results: Sequence[RunResult], study: Path, folder: Path) -> float:
     """Seconds for writing all records of all runs once more, flushed where a checkpoint was."""
     folder.mkdir()
     taken = 0.0
     for number, result in enumerate(results):
-        records = RunDirectory(result.planned.folder(study)).metrics()
+        records = RunDirectory(result.planned.folder_in(study)).metrics()
         began = time.perf_counter()
         file = MetricsFile(folder / f"{number}.jsonl")
         for record in records:
@@ -137,33 +142,33 @@ def seconds_of_records(results: Sequence[Result], study: Path, folder: Path) -> 
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    study = Timed(study_of(options), folder / "study", options.data)
-    slots = Slots(options.slots, 1)
-    with study.opened():
-        study.prepare(Terminal())
+    study = Study(study_of(options), folder / "study", data=options.data)
+    executor = TimedExecutor(options.slots)
+    with study.open():
+        study.prepare_corpora(Terminal())
         wall, processor = time.perf_counter(), time.process_time()
-        results = study.carry_out(slots, Terminal())
+        results = study.carry_out(executor, Terminal())
         wall, processor = time.perf_counter() - wall, time.process_time() - processor
-    gate_whole(study, results)
+    gate_whole(study, executor, results)
     began = time.perf_counter()
-    answer(study.spec, results)
+    write_answer(study.spec, results)
     answering = time.perf_counter() - began
     began = time.perf_counter()
-    report.build([study.folder], study.folder / "report.html")
+    report.build_report([study.folder], study.folder / "report.html")
     reporting = time.perf_counter() - began
     records = seconds_of_records(results, study.folder, folder / "records")
     training = sum(result.seconds for result in results)
-    whole = {result.planned: result.summary["seconds_of_last_process"]["all"] for result in results}
-    ends = {run: moments[1] for run, moments in study.moments.items()}
-    beginning = [ends[run] - whole[run] - study.moments[run][0] for run in whole]
+    whole = {result.planned.name: result.summary["seconds_of_last_process"]["all"] for result in results}
+    ends = {run: moments[1] for run, moments in executor.moments.items()}
+    beginning = [ends[run] - whole[run] - executor.moments[run][0] for run in whole]
     beside = {"study": processor, "records": records, "answer": answering, "report": reporting}
     return {
         "wall_s": wall,
         "training_s": training,
         "processes_s": sum(whole.values()),
-        "both_slots_busy": busy([(ends[run] - whole[run], ends[run]) for run in whole], slots.count) / wall,
-        "overhead": 1 - sum(whole.values()) / (slots.count * wall),
-        "until_the_first_step_s": {"first run": beginning[0], "others": sorted(beginning[slots.count :])},
+        "both_slots_busy": busy([(ends[run] - whole[run], ends[run]) for run in whole], options.slots) / wall,
+        "overhead": 1 - sum(whole.values()) / (options.slots * wall),
+        "until_the_first_step_s": {"first run": beginning[0], "others": sorted(beginning[options.slots :])},
         "beside_training_s": beside,
         "beside_training": sum(beside.values()) / training,
     }
@@ -189,7 +194,7 @@ def main() -> None:
     parser.add_argument("--size", default="nano", choices=["nano", "51m", "124m"])
     parser.add_argument("--seeds", type=int, default=4, help="runs of each of the two arms")
     parser.add_argument("--seconds", type=float, default=15.0, help="of training, each run")
-    parser.add_argument("--slots", type=int, default=Slots.of_machine("cpu").count, help="runs at a time")
+    parser.add_argument("--slots", type=int, default=WorkerSlots.of_machine("cpu").count, help="runs at a time")
     parser.add_argument("--corpus", default="stdlib")
     parser.add_argument("--data", type=Path, help="where the corpus is looked for by name")
     parser.add_argument("--name", default="cpu", help="what the result file's name ends with")

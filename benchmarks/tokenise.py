@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from measure import keep, provenance
-from qklab.data import Corpus, DataSpec, prepare
-from qklab.data.encoder import byte_level
-from qklab.data.workers import processors
+from qklab.data import Corpus, DataSpec, prepare_corpus
+from qklab.data.tokenizer import build_bpe
+from qklab.runs.environment import count_cores
 
 SPECS = {"gpt2": {"tokenizer": "gpt2"}, "bpe-4096": {"tokenizer": "bpe", "vocab": 4096}}
 
 
 def gate(corpus: Corpus, documents: int = 100) -> int:
     """Tokens compared with those of `tokenizers`; raises where one differs."""
-    reference, valid, compared = byte_level(corpus.tokenizer.definition), corpus.splits["valid"], 0
+    reference, valid, compared = build_bpe(corpus.tokenizer.definition), corpus.splits["valid"], 0
     for start, stop in pairwise(valid.starts[: documents + 1].tolist()):
         tokens = valid.read(start + 1, stop)
         expected = reference.encode(corpus.tokenizer.decode(tokens), add_special_tokens=False).ids
@@ -42,7 +42,7 @@ def batch_rate(corpus: Corpus) -> float:
         split = corpus.splits[name]
         for start, stop in pairwise(split.starts.tolist()):
             texts.append(corpus.tokenizer.decode(split.read(start + 1, stop)))
-    reference = byte_level(corpus.tokenizer.definition)
+    reference = build_bpe(corpus.tokenizer.definition)
     start = time.perf_counter()
     for i in range(0, len(texts), 64):
         reference.encode_batch_fast(texts[i : i + 64], add_special_tokens=False)
@@ -58,7 +58,7 @@ def measured(spec: DataSpec, data: Path, workers: int) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder:
         load, before, start = os.getloadavg()[0], os.times(), time.perf_counter()
-        corpus = prepare(spec, data=data, out=Path(folder) / "out", workers=workers, progress=note)
+        corpus = prepare_corpus(spec, data=data, out=Path(folder) / "out", workers=workers, progress=note)
         whole, after = time.perf_counter() - start, os.times()
         size = sum(split.bytes for split in corpus.splits.values())
         (begun, done_first), (ended, done_last) = reports[0], reports[-1]
@@ -82,7 +82,7 @@ def measured(spec: DataSpec, data: Path, workers: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="How fast a corpus is prepared.")
     parser.add_argument("--corpus", default="wikipedia", help="name of a corpus in QKLAB_DATA")
-    parser.add_argument("--workers", type=int, default=processors())
+    parser.add_argument("--workers", type=int, default=count_cores())
     parser.add_argument("--limit-bytes", type=int, default=None, help="only this much training text")
     parser.add_argument("--commit", default=None, help="where git is not at hand")
     parser.add_argument("--name", default=None, help="keep the result as results/tokenise-NAME.json")
@@ -90,7 +90,7 @@ def main() -> None:
     data = Path(os.environ["QKLAB_DATA"])
     result: dict[str, Any] = {
         **provenance("cpu", options.commit),
-        "cores": processors(),
+        "cores": count_cores(),
         "workers": options.workers,
         "tokenizers": version("tokenizers"),
         "numpy": version("numpy"),

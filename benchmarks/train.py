@@ -27,9 +27,10 @@ from qklab.data.order import Order
 from qklab.data.shards import Corpus
 from qklab.model.decoder import Decoder
 from qklab.runs.directory import RunDirectory
-from qklab.train.launch import concrete, train
+from qklab.train.launch import choose_precision, train
 from qklab.train.machine import Machine
-from qklab.train.spec import ExecutionSpec, RunSpec, resolve
+from qklab.train.settings import resolve_run
+from qklab.train.spec import ExecutionSpec, RunSpec
 from qklab.train.trainer import Trainer
 
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bf16 FLOP/s, NVIDIA's data sheets
@@ -45,7 +46,7 @@ KINDS = {
 
 def settings(corpus: Path, options: argparse.Namespace, packing: str) -> tuple[RunSpec, ExecutionSpec]:
     context = {} if options.context is None else {"context": options.context}
-    spec, execution = resolve(
+    spec, execution = resolve_run(
         {
             "corpus": {"source": str(corpus), "tokenizer": "gpt2" if options.size != "nano" else "bpe"},
             "model": {"recipe": options.size} | context,
@@ -181,7 +182,7 @@ def main() -> None:
     for packing in options.packings:
         spec, execution = settings(options.corpus, options, packing)
         machine = Machine.open(execution)
-        spec = concrete(spec, machine)
+        spec = choose_precision(spec, machine)
         if gpu:
             torch.cuda.reset_peak_memory_stats()
         plain = plain_loop(spec, corpus, machine, gpu)

@@ -8,14 +8,14 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from drawings import DRAWINGS, logit_control
+from drawings import CHARTS, DRAWINGS
 
 from qklab import AttentionSpec, CouplingSpec, LatentSpec, recipe
-from qklab.describe import CONTEXT, LONG, change
+from qklab.describe import CONTEXT, LONG, format_change
 
 DOCS = Path(__file__).parent
 BLOCK = re.compile(r"(?<=<!-- costs: begin -->\n).*?(?=<!-- costs: end -->)", re.DOTALL)
@@ -41,7 +41,7 @@ MEASURED = {
 }
 
 
-def coupled(kind: str, **options: Any) -> Choices:
+def couple(kind: str, **options: Any) -> Choices:
     return {"coupling": CouplingSpec.from_dict({"kind": kind} | options)}
 
 
@@ -55,18 +55,18 @@ COSTS: dict[str, list[Choices]] = {
     "shared-all": [{"share": "q=k=v"}],
     "latent": [MLA, {"latent": LatentSpec(query_rank=256, kv_rank=64, rope_width=32)}],
     "coupling": [
-        *(coupled(kind) for kind in ("euler", "symplectic-euler", "leapfrog", "affine", "uncoupled", "linear")),
-        coupled("leapfrog", steps=7),
-        coupled("leapfrog", force="gradient"),
-        coupled("leapfrog", force_sharing="per-head"),
-        coupled("leapfrog") | {"kv_heads": 2},
+        *(couple(kind) for kind in ("euler", "symplectic-euler", "leapfrog", "affine", "uncoupled", "linear")),
+        couple("leapfrog", steps=7),
+        couple("leapfrog", force="gradient"),
+        couple("leapfrog", force_sharing="per-head"),
+        couple("leapfrog") | {"kv_heads": 2},
     ],
-    "euler": [coupled("euler"), coupled("euler", steps=7)],
-    "symplectic-euler": [coupled("symplectic-euler"), coupled("symplectic-euler", force="gradient")],
-    "leapfrog": [coupled("leapfrog"), coupled("leapfrog", steps=7), coupled("leapfrog", force="gradient")],
-    "affine": [coupled("affine"), coupled("affine", force_sharing="per-head"), coupled("affine", force_width=21)],
-    "uncoupled": [coupled("uncoupled"), coupled("euler")],
-    "linear": [coupled("linear"), coupled("linear", force_sharing="per-head")],
+    "euler": [couple("euler"), couple("euler", steps=7)],
+    "symplectic-euler": [couple("symplectic-euler"), couple("symplectic-euler", force="gradient")],
+    "leapfrog": [couple("leapfrog"), couple("leapfrog", steps=7), couple("leapfrog", force="gradient")],
+    "affine": [couple("affine"), couple("affine", force_sharing="per-head"), couple("affine", force_width=21)],
+    "uncoupled": [couple("uncoupled"), couple("euler")],
+    "linear": [couple("linear"), couple("linear", force_sharing="per-head")],
     "qk-norm": [{"norm": "qk"}, {"share": "k=v"}, {"norm": "qk", "share": "k=v"}],
     "rope": [{"rope_fraction": 0.25}, {"share": "k=v"}, {"share": "k=v", "kv_rotation": "on-read"}],
     "learned-positions": [{"position": "learned"}],
@@ -83,7 +83,7 @@ COSTS: dict[str, list[Choices]] = {
 # the rows of the cache page, at width 1024 and 16 heads
 CACHED: list[Choices] = [
     {},
-    coupled("leapfrog"),
+    couple("leapfrog"),
     {"mix": "differential"},
     {"share": "q=k"},
     {"share": "k=v"},
@@ -96,17 +96,17 @@ CACHED: list[Choices] = [
 ]
 
 
-def table(rows: list[list[str]]) -> str:
+def format_table(rows: list[list[str]]) -> str:
     """Markdown, the first column to the left and the others to the right."""
     rule = ["---", *["---:"] * (len(rows[0]) - 1)]
     return "".join(f"| {' | '.join(row)} |\n" for row in [rows[0], rule, *rows[1:]])
 
 
-def against(now: int, before: int) -> str:
-    return f"{now:,}" if now == before else f"{now:,} ({change(now, before)})"
+def compare_count(now: int, before: int) -> str:
+    return f"{now:,}" if now == before else f"{now:,} ({format_change(now, before)})"
 
 
-def measured(page: str) -> str:
+def describe_measured(page: str) -> str:
     """Step times kept under benchmarks/results, for the arms that belong to the page."""
     kept: dict[str, Any] = json.loads(RESULT.read_text(encoding="utf-8"))
     training, decoding = kept["training"]["times"], kept["decoding"]["times"]
@@ -128,12 +128,13 @@ def cost_table(page: str, choices: list[Choices]) -> str:
         spec, whole = plain.replace(**choice), recipe("60m", **choice).parameters()
         rows.append([
             spec.name,
-            against(spec.parameters(), plain.parameters()),
-            against(spec.flops_per_token(CONTEXT), plain.flops_per_token(CONTEXT)),
-            against(spec.cache_bytes(1), plain.cache_bytes(1)) if spec.causal else "never cached",
+            compare_count(spec.parameters(), plain.parameters()),
+            compare_count(spec.flops_per_token(CONTEXT), plain.flops_per_token(CONTEXT)),
+            compare_count(spec.cache_bytes(1), plain.cache_bytes(1)) if spec.causal else "never cached",
             f"{whole:,}" if whole == model else f"{100 * (whole - model) / model:+.3g} %".replace("-", "−"),
         ])  # fmt: skip
-    return table(rows) + "\nOne layer; FLOPs are the forward matrix products; cache in bf16.\n" + measured(page)
+    note = "\nOne layer; FLOPs are the forward matrix products; cache in bf16.\n"
+    return format_table(rows) + note + describe_measured(page)
 
 
 def cache_table() -> str:
@@ -145,10 +146,10 @@ def cache_table() -> str:
         saved = 1 - spec.cache_bytes(1) / plain.cache_bytes(1)
         size = f"{spec.cache_bytes(LONG) / 2**20:g} MiB"
         rows.append([spec.name, f"{spec.cache_bytes(1):,}", size, f"−{100 * saved:g} %" if saved else "±0 %"])
-    return table(rows) + "\nOne layer, one sequence.\n"
+    return format_table(rows) + "\nOne layer, one sequence.\n"
 
 
-def page(name: str, costs: str) -> str:
+def fill_page(name: str, costs: str) -> str:
     """The page as it should be: what is there, with the costs between its markers."""
     text = (DOCS / f"mechanisms/{name}.md").read_text(encoding="utf-8")
     if len(BLOCK.findall(text)) != 1:
@@ -156,25 +157,33 @@ def page(name: str, costs: str) -> str:
     return BLOCK.sub(lambda _: costs, text)
 
 
-def wanted() -> Iterator[tuple[Path, str]]:
-    for name, draw in (DRAWINGS | logit_control.drawings()).items():
+def expected_files() -> Iterator[tuple[Path, str]]:
+    """Everything but charts, which are told stale by what they were made from."""
+    for name, draw in DRAWINGS.items():
         yield DOCS / name, draw().svg()
     for name, choices in COSTS.items():
-        yield DOCS / f"mechanisms/{name}.md", page(name, cost_table(name, choices))
-    yield DOCS / "mechanisms/cache.md", page("cache", cache_table())
+        yield DOCS / f"mechanisms/{name}.md", fill_page(name, cost_table(name, choices))
+    yield DOCS / "mechanisms/cache.md", fill_page("cache", cache_table())
+
+
+def read_or_empty(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Redraw the drawings and cost tables of docs/.")
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 and name what is stale")
     check = parser.parse_args().check
-    files = dict(wanted())
-    stale = [path for path, text in files.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
-    orphans = sorted({*DOCS.glob("*.svg"), *DOCS.glob("mechanisms/*.svg")} - set(files))
-    for path in stale:
+    stale: dict[Path, Callable[[], str]] = {
+        path: lambda text=text: text for path, text in expected_files() if read_or_empty(path) != text
+    }
+    stale |= {DOCS / name: chart.svg for name, chart in CHARTS.items() if chart.stamp not in read_or_empty(DOCS / name)}
+    known = {DOCS / name for name in (*DRAWINGS, *CHARTS)}
+    orphans = sorted({*DOCS.glob("*.svg"), *DOCS.glob("mechanisms/*.svg")} - known)
+    for path, make in stale.items():
         print(f"{'stale' if check else 'written'}: {path.relative_to(DOCS.parent)}")
         if not check:
-            path.write_text(files[path], encoding="utf-8")
+            path.write_text(make(), encoding="utf-8")
     for path in orphans:
         print(f"drawn by nothing, delete it: {path.relative_to(DOCS.parent)}")
     sys.exit(1 if orphans or (check and stale) else 0)

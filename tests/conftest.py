@@ -1,3 +1,7 @@
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -19,3 +23,14 @@ def device(request: pytest.FixtureRequest) -> str:
 def _one_thread_per_worker() -> None:
     """The tests' tensors are tiny, and pytest-xdist already uses all cores."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What tests and the processes they start would keep in the user's cache lies in pytest's temporary folder."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent  # which all workers share
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QKLAB_CACHE", str(root / "qklab-cache"))
+        yield root / "qklab-cache"

@@ -81,9 +81,25 @@ def test_mechanisms_agree_everywhere(capsys: pytest.CaptureFixture[str]) -> None
     assert "the same" in out
 
 
+@pytest.mark.parametrize(
+    "words", ["--help", "no-such-command", "study --help", "compare --help", "report --help", "data prepare --help"]
+)
+def test_help_and_wrong_commands_do_without_torch(words: str) -> None:
+    check = "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); from qklab.cli import main; "
+    result = subprocess.run([sys.executable, "-c", f"{check}main({words.split()})"], capture_output=True, text=True)
+    assert result.returncode == (0 if "--help" in words else 2)
+    assert result.stdout.splitlines()[-1] == "False"
+
+
+def test_a_wrong_command_ends_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "descibe", "--heads", "3")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "there is no command 'descibe' (did you mean 'describe'?)" in err
+
+
 def test_importing_qklab_pulls_in_nothing_optional() -> None:
     check = (
-        "import sys, qklab; "
+        "import sys; from qklab import *; "
         "print([m for m in ('tyro', 'rich', 'transformers', 'scipy', 'matplotlib', 'triton') if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)

@@ -1,5 +1,6 @@
 """The documentation is held to the code: drawings and tables are current, snippets and commands run, links resolve."""
 
+import importlib
 import re
 import runpy
 import shutil
@@ -7,14 +8,12 @@ import sys
 import sysconfig
 from pathlib import Path
 from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import pytest
 
-from qklab import cli
-from qklab.attention.couple import COUPLINGS
-from qklab.attention.force import FORCES
-from qklab.attention.mix import MIXES
-from qklab.attention.norm import NORMS
+from qklab import cli, register
+from qklab.attention.couple import FORCES
 from qklab.attention.project import PROJECTIONS
 from qklab.attention.rotate import KV_ROTATIONS, POSITIONS
 from qklab.cli import main
@@ -33,12 +32,12 @@ SNIPPETS = [
 COMMANDS = sorted(set(re.findall(r"^qklab (describe.*)$", ALL, re.MULTILINE)))
 REGISTRIES = {
     "share": PROJECTIONS,
-    "kind": COUPLINGS,
+    "kind": register.coupling,
     "force": FORCES,
-    "norm": NORMS,
+    "norm": register.norm,
     "position": POSITIONS,
     "kv_rotation": KV_ROTATIONS,
-    "mix": MIXES,
+    "mix": register.mix,
 }
 
 
@@ -75,6 +74,18 @@ def test_the_check_names_what_is_stale_and_changes_nothing(
     assert len(said.splitlines()) == 2
     assert page.read_text(encoding="utf-8") == altered
     assert not drawing.exists()
+
+
+def test_charts_say_what_the_result_files_say(monkeypatch: pytest.MonkeyPatch):
+    """Drawn anew, every text in them is the one that is kept; where matplotlib puts it is its own affair."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    for name, chart in importlib.import_module("drawings").CHARTS.items():
+        drawn, kept = (
+            [element.text for element in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+            for svg in (chart.svg(), (ROOT / "docs" / name).read_text(encoding="utf-8"))
+        )
+        assert drawn == kept
+        assert len(drawn) > 10
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS)

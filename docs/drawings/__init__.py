@@ -1,15 +1,16 @@
-"""Every drawing of the documentation: file below docs/ → the function that draws it."""
+"""Every picture of the documentation by its file below docs/: drawings of mechanisms, and charts of results."""
 
 from collections.abc import Callable
 
-from . import cache, couple, mix, project, results, rotate, stages
+from . import cache, couple, house, mix, project, rotate, stages
+from .results import CHARTS
 from .sketch import Sketch
+
+__all__ = ["CHARTS", "DRAWINGS"]
 
 DRAWINGS: dict[str, Callable[[], Sketch]] = {
     "stages.svg": stages.stages,
-    "layer-costs.svg": results.layer_costs,
-    "training-step.svg": results.training_step,
-    "coupling-costs.svg": results.coupling_costs,
+    "house.svg": house.draw_house,
     "mechanisms/separate.svg": project.separate,
     "mechanisms/shared-key-value.svg": project.shared_key_value,
     "mechanisms/shared-query-key.svg": project.shared_query_key,

@@ -1,89 +1,259 @@
-"""What was measured, from the result files that are kept under benchmarks/results."""
+"""Charts of what was measured, from the result files that are kept under benchmarks/results and studies/results.
 
+A chart carries a stamp of what it was made from: it is stale when that changed, not when another matplotlib would set a
+label half a point further to the left.
+"""
+
+import hashlib
+import io
 import json
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .sketch import LINE, Sketch
+from .sketch import EDGE, FAINT, FILL, GROUND, INK, LINE, STROKE
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+ROOT = Path(__file__).parents[2]
+MEASURED, SWEEPS = "benchmarks/results/{}-h200.json", "studies/results/logit-control-{}.json"
+STYLE: dict[Any, Any] = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["Helvetica", "Arial", "DejaVu Sans"],
+    "font.size": 10,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "qklab",
+    "figure.facecolor": GROUND,
+    "axes.facecolor": GROUND,
+    "axes.edgecolor": FAINT,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.color": EDGE,
+    "text.color": INK,
+    "axes.labelcolor": LINE,
+    "xtick.color": LINE,
+    "ytick.color": LINE,
+    "legend.frameon": False,
+}
+Results = dict[str, Any]
 
 
-def layer_costs() -> Sketch:
+class Chart(NamedTuple):
+    """What draws it, and from which result files."""
+
+    draw: "Callable[..., Figure]"
+    files: tuple[str, ...]
+
+    @property
+    def stamp(self) -> str:
+        sources = [Path(__file__), *(ROOT / file for file in self.files)]
+        return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+
+    def svg(self) -> str:
+        import matplotlib
+
+        matplotlib.use("svg")
+        with matplotlib.rc_context(STYLE), io.BytesIO() as written:
+            figure = self.draw(*(json.loads((ROOT / file).read_text(encoding="utf-8")) for file in self.files))
+            figure.savefig(written, format="svg", metadata={"Date": None, "Description": self.stamp})
+            return "\n".join(line.rstrip() for line in written.getvalue().decode().splitlines()) + "\n"
+
+
+def new_figure(height: float, title: str, note: str = "") -> "Figure":
+    """A figure 640 wide with its title, and a note below that."""
+    from matplotlib.figure import Figure
+
+    figure = Figure((640 / 72, height / 72))
+    figure.text(0.03, 1 - 22 / height, title, size=12)
+    figure.text(0.03, 1 - 40 / height, note, size=10, color=LINE)
+    return figure
+
+
+def draw_bars(title: str, rows: Sequence[tuple[str, float, str, str]], left: float = 0.0) -> "Figure":
+    """Horizontal bars from the top down: name, length, kind (its colour) and what is written at the end."""
+    height = 58 + 24 * len(rows)
+    figure = new_figure(height, title)
+    axes = figure.add_axes((0.26, 12 / height, 0.42, 24 * len(rows) / height))
+    axes.set_axis_off()
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlim(left, max(length for _, length, _, _ in rows))
+    for y, (name, length, kind, told) in enumerate(rows):
+        axes.barh(y, length - left, 0.7, left, color=FILL[kind], edgecolor=STROKE[kind])
+        axes.annotate(name, (left, y), (-8, 0), textcoords="offset points", ha="right", va="center")
+        axes.annotate(told, (length, y), (8, 0), textcoords="offset points", va="center", size=9.5)
+    return figure
+
+
+def layer_costs(layer: Results) -> "Figure":
     """Training step time of every mechanism against the standard layer on the H200."""
-    kept: dict[str, Any] = json.loads((RESULTS / "layer-51m-h200.json").read_text(encoding="utf-8"))
-    times, memory = kept["training"]["times"], kept["training"]["activation_bytes"]
-    s = Sketch(74 + 27 * len(times), "Training step time and memory of each mechanism, 51M model, one H200")
-    s.text(22, 26, "training step, 51M, 64 × 1,024 tokens, bf16, compiled, one H200", 14, "start")
-    longest = max(row["ms"] for row in times.values())
-    for i, (name, row) in enumerate(times.items()):
-        y, wide = 56 + 27 * i, 270 * row["ms"] / longest
-        s.text(22, y, name, 13, "start")
-        s.bar(160, y - 9, wide, 18, "q" if name.startswith("(Q,K,V)") else "k")
-        told = f"{row['ms']:.1f} ms   × {row['ratio']:.2f}   {memory[name] / 2**30:.1f} GiB"
-        s.text(168 + wide, y, told, 12, "start")
-    standard = 160 + 270 * times["(Q,K,V)"]["ms"] / longest
-    s.line((standard, 42), (standard, 46 + 27 * len(times)), colour=LINE, dashed=True)
-    return s
+    times, memory = layer["training"]["times"], layer["training"]["activation_bytes"]
+    rows = [
+        (
+            name,
+            row["ms"],
+            "q" if name.startswith("(Q,K,V)") else "k",
+            f"{row['ms']:.1f} ms · × {row['ratio']:.2f} · {memory[name] / 2**30:.1f} GiB",
+        )
+        for name, row in times.items()
+    ]
+    figure = draw_bars("training step, 51M, 64 × 1,024 tokens, bf16, compiled, one H200", rows)
+    figure.axes[0].axvline(times["(Q,K,V)"]["ms"], color=LINE, linestyle="--", linewidth=1)
+    return figure
 
 
 PUBLISHED = 2.4  # standard training with 2.4 times the tokens took the coupled run's wall clock
 
 
-def coupling_costs() -> Sketch:
+def coupling_costs(layer: Results, step: Results) -> "Figure":
     """Training step time with coupling against without: published, compiled by torch, and with our kernel."""
-    compiled: dict[str, Any] = json.loads((RESULTS / "layer-51m-h200.json").read_text(encoding="utf-8"))["training"]
-    fused: dict[str, Any] = json.loads((RESULTS / "coupling-step-51m-h200.json").read_text(encoding="utf-8"))["arms"]
-    rows = [("published", PUBLISHED, "")]
+    rows = [("published", PUBLISHED, "", f"+ {100 * (PUBLISHED - 1):.0f} %")]
+    times, memory = layer["training"]["times"], layer["training"]["activation_bytes"]
     for arm in ("euler×1", "leapfrog×1", "leapfrog×7"):
-        plain, own = compiled["activation_bytes"], fused[f"{arm}, fused"]
-        memory = plain[arm] / plain["(Q,K,V)"]
-        rows.append((f"{arm}, compiled", compiled["times"][arm]["ratio"], f"memory × {memory:.2f}"))
-        rows.append((f"{arm}, our kernel", own["ratio"], f"memory × {own['peak_ratio']:.2f}"))
-    s = Sketch(74 + 27 * len(rows), "Cost of coupling in training: published, compiled by torch, with our kernel")
-    s.text(22, 26, "training step against standard attention, 51M, one H200; compiled: by torch", 14, "start")
-    for i, (name, ratio, memory) in enumerate(rows):
-        y, wide = 56 + 27 * i, 230 * (ratio - 1) / (PUBLISHED - 1)
-        s.text(22, y, name, 13, "start")
-        s.bar(190, y - 9, wide, 18, "q" if "our" in name else "k" if memory else "")
-        s.text(198 + wide, y, f"+ {100 * (ratio - 1):.0f} %   {memory}", 12, "start")
-    s.line((190, 42), (190, 46 + 27 * len(rows)), colour=LINE)
-    return s
+        fused = step["arms"][f"{arm}, fused"]
+        for name, kind, ratio, peak in (
+            ("compiled", "k", times[arm]["ratio"], memory[arm] / memory["(Q,K,V)"]),
+            ("our kernel", "q", fused["ratio"], fused["peak_ratio"]),
+        ):
+            rows.append((f"{arm}, {name}", ratio, kind, f"+ {100 * (ratio - 1):.0f} % · memory × {peak:.2f}"))
+    return draw_bars("training step against standard attention, 51M, one H200; compiled: by torch", rows, left=1.0)
 
 
 KINDS = {
-    "matrix products": "q",
-    "attention": "k",
-    "elementwise and norms": "v",
-    "vocabulary loss": "qk",
-    "optimiser and clipping": "",
-    "copies": "",
-    "gaps": "paper",
+    "matrix products": FILL["q"],
+    "attention": FILL["k"],
+    "elementwise and norms": FILL["v"],
+    "vocabulary loss": "#d9c8ef",
+    "optimiser and clipping": FILL[""],
+    "copies": STROKE["paper"],
+    "gaps": FILL["paper"],
 }
 
 
-def training_step() -> Sketch:
+def training_step(*runs: Results) -> "Figure":
     """Where the time of a training step goes on the H200, by size of model."""
-    s = Sketch(226, "Where the time of a training step goes, 51M and 124M models, one H200")
-    s.text(22, 26, "one training step, bf16, compiled, one H200: milliseconds by kind of work", 14, "start")
-    for i, (name, tokens) in enumerate({"51m": "64 × 1,024", "124m": "32 × 1,024"}.items()):
-        kept: dict[str, Any] = json.loads((RESULTS / f"train-{name}-h200.json").read_text(encoding="utf-8"))
-        run = kept["packings"]["contiguous"]
-        parts = run["profile"]["kinds_ms"] | {"gaps": run["profile"]["idle_ms"]}
-        x, y = 92.0, 62 + 58 * i
-        s.text(22, y + 1, name.upper(), 14, "start", bold=True)
-        speed = run["rows"]["qklab"]["tokens_per_second"] / 1e6
-        s.text(22, y + 20, tokens, 11, "start")
+    figure = new_figure(230, "one training step, bf16, compiled, one H200: milliseconds by kind of work")
+    axes = figure.add_axes((0.16, 0.3, 0.81, 0.56))
+    axes.set_axis_off()
+    axes.set_ylim(1.7, -0.6)
+    for y, (name, run) in enumerate(zip(("51M, 64 × 1,024", "124M, 32 × 1,024"), runs, strict=True)):
+        measured = run["packings"]["contiguous"]
+        profile, x = measured["profile"], 0.0
+        speed = measured["rows"]["qklab"]["tokens_per_second"] / 1e6
         for kind, colour in KINDS.items():
-            wide = 8.4 * parts.get(kind, 0.0)
-            s.bar(x, y - 14, wide, 28, colour)
-            if wide > 20:
-                s.text(x + wide / 2, y, f"{parts[kind]:.1f}", 12)
+            wide = (profile["kinds_ms"] | {"gaps": profile["idle_ms"]}).get(kind, 0.0)
+            axes.barh(y, wide, 0.5, x, color=colour, edgecolor=LINE, label=kind if y == 0 else None)
+            if wide > 2:
+                axes.text(x + wide / 2, y, f"{wide:.1f}", ha="center", va="center", size=9)
             x += wide
-        s.text(92, y + 24, f"{run['profile']['ms_per_step']:.1f} ms, {speed:.3f} M tokens/s", 12, "start")
-    legend = [*list(KINDS.items())[:4], ("optimiser, copies", ""), ("gaps", "paper")]
-    for i, (kind, colour) in enumerate(legend):
-        x, y = 22 + 205 * (i % 3), 182 + 24 * (i // 3)
-        s.bar(x, y - 7, 16, 14, colour)
-        s.text(x + 24, y, kind, 13, "start")
-    return s
+        axes.annotate(name, (0, y), (-8, 0), textcoords="offset points", ha="right", va="center", size=9.5)
+        axes.text(0, y + 0.46, f"{profile['ms_per_step']:.1f} ms, {speed:.3f} M tokens/s", va="center", size=9.5)
+    figure.legend(loc="lower center", ncols=4, fontsize=9, handlelength=1.2)
+    return figure
+
+
+# arm → name, colour (Okabe and Ito's) and mark
+ARMS = {
+    "none": ("no control", INK, "o"),
+    "fixed-0.1": ("fixed, τ = 0.1", "#a66f00", "s"),
+    "quack-1": ("QuacK, τ = 1", "#0072b2", "^"),
+    "quack-0.1": ("QuacK, τ = 0.1", "#3ca0dc", "D"),
+    "qk-clip": ("QK-clip, t = 100", "#d55e00", "P"),
+    "norm": ("QK-norm; MLA: norm on latents", "#009e73", "*"),
+}
+
+
+def sweep_panels(sweep: Results, title: str, note: str, draw: "Callable[[Axes, list[Results], str], None]") -> "Figure":
+    """A panel for every optimiser (below each other) and attention (side by side); draw(axes, runs of an arm, arm)."""
+    from matplotlib.lines import Line2D
+
+    settings, runs = sweep["settings"], sweep["runs"]
+    optimisers = [name for name in ("AdamW", "Muon") if any(run["optimiser"] == name.lower() for run in runs)]
+    height = 110 + 230 * len(optimisers)
+    told = f"{settings['size']}, {settings['steps']} steps of {settings['sequences']} × {settings['context']:,} tokens"
+    figure = new_figure(height, title, f"{told}; {note}")
+    grid = figure.add_gridspec(len(optimisers), 2, top=1 - 124 / height, bottom=40 / height, left=0.09, right=0.97)
+    grid.update(hspace=0.42, wspace=0.18)
+    for row, optimiser in enumerate(optimisers):
+        for column, family in enumerate(("MHA", "MLA")):
+            shared = figure.axes[0] if figure.axes else None
+            axes = figure.add_subplot(grid[row, column], title=f"{family}, {optimiser}", sharey=shared)
+            axes.grid(axis="y")
+            for arm in ARMS:
+                draw(axes, [run for run in runs if panel_of(run) == (optimiser.lower(), family.lower(), arm)], arm)
+    marks = [Line2D([], [], color=colour, marker=mark, label=name) for name, colour, mark in ARMS.values()]
+    diverged = Line2D([], [], color=INK, marker="x", linestyle="", label="diverged")
+    unstable = Line2D([], [], color=INK, marker="o", markerfacecolor=GROUND, linestyle="", label="unstable")
+    where = {"loc": "upper left", "bbox_to_anchor": (0.02, 1 - 46 / height), "ncols": 4, "fontsize": 9}
+    figure.legend(handles=[*marks, diverged, unstable], **where)
+    return figure
+
+
+def panel_of(run: Results) -> tuple[str, str, str]:
+    arm = "norm" if run["arm"].endswith("-norm") else run["arm"]
+    return run["optimiser"], run["architecture"].split("-")[0], arm
+
+
+def final_loss(sweep: Results) -> "Figure":
+    """Validation loss against learning rate: a line for the first seed, small marks for others, since those may not
+    have run everywhere; what diverged, of any seed, on the top edge."""
+    lrs = sorted({run["lr"] for run in sweep["runs"]})
+    fine = [run["validation_loss"] for run in sweep["runs"] if not run["diverged"]]
+    top = min(max(fine), max(sweep["settings"]["unigram_entropy"], min(fine) + 0.5) + 0.5)
+    low = min(fine) - 0.05 * (top - min(fine))
+
+    def draw(axes: "Axes", runs: list[Results], arm: str) -> None:
+        _, colour, mark = ARMS[arm]
+        axes.set(xscale="log", ylim=(low, top), xlabel="learning rate")
+        axes.set_xticks(lrs, [f"{lr:g}" for lr in lrs])
+        axes.set_xticks([], minor=True)
+        for run in runs:
+            style = {"color": colour, "markersize": 6.5 if run["seed"] == 0 else 3.5, "clip_on": False}
+            if run["diverged"]:
+                shift = 1 + 0.06 * (list(ARMS).index(arm) - 2.5)
+                axes.plot(run["lr"] * shift, top, "x", **style)
+            else:
+                face = GROUND if run["unstable"] else colour
+                axes.plot(run["lr"], min(top, run["validation_loss"]), mark, markerfacecolor=face, **style)
+        first = [run for run in runs if run["seed"] == 0 and not run["diverged"]]
+        points = sorted((run["lr"], min(top, run["validation_loss"])) for run in first)
+        axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.3)
+
+    title = "validation loss, nats per token, against learning rate"
+    return sweep_panels(sweep, title, "lines: first seed, small marks: others", draw)
+
+
+def against_steps(sweep: Results, quantity: str, title: str) -> "Figure":
+    """A probed quantity, the largest over layers, against the step, at the highest learning rate and first seed."""
+    highest = max(run["lr"] for run in sweep["runs"])
+
+    def draw(axes: "Axes", runs: list[Results], arm: str) -> None:
+        _, colour, mark = ARMS[arm]
+        axes.set(yscale="log", xlabel="step")
+        for run in (run for run in runs if run["lr"] == highest and run["seed"] == 0):
+            found = [(probe["step"], [v for v in probe[quantity] if v]) for probe in run["probes"]]
+            points = [(step, max(values)) for step, values in found if values]
+            axes.plot(*zip(*points, strict=True), marker=mark, color=colour, markersize=4, linewidth=1.3)
+            if run["diverged"]:
+                axes.plot(*points[-1], "x", color=colour, markersize=11)
+
+    return sweep_panels(sweep, f"{title}, all layers and heads", f"learning rate {highest:g}, the highest", draw)
+
+
+largest_logit = partial(against_steps, quantity="largest_logit", title="largest |logit|")
+logit_change = partial(against_steps, quantity="largest_logit_change", title="largest change of a logit in one step")
+LAYER = MEASURED.format("layer-51m")
+CHARTS = {
+    "layer-costs.svg": Chart(layer_costs, (LAYER,)),
+    "coupling-costs.svg": Chart(coupling_costs, (LAYER, MEASURED.format("coupling-step-51m"))),
+    "training-step.svg": Chart(training_step, (MEASURED.format("train-51m"), MEASURED.format("train-124m"))),
+    "logit-control-51m-h200-loss.svg": Chart(final_loss, (SWEEPS.format("51m-h200"),)),
+    "logit-control-51m-h200-largest-logit.svg": Chart(largest_logit, (SWEEPS.format("51m-h200"),)),
+    "logit-control-51m-h200-logit-change.svg": Chart(logit_change, (SWEEPS.format("51m-h200"),)),
+    "logit-control-nano-cpu-loss.svg": Chart(final_loss, (SWEEPS.format("nano-cpu"),)),
+}

@@ -1,7 +1,6 @@
 """The one picture of the five stages."""
 
-from qklab.attention.couple import COUPLINGS
-from qklab.attention.mix import MIXES
+from qklab import register
 from qklab.attention.project import PROJECTIONS, Latent
 from qklab.attention.rotate import POSITIONS
 
@@ -14,10 +13,10 @@ def stages() -> Sketch:
     positions = {"rope": "RoPE", "learned": "learned positions", "none": "none"}
     choices = {
         "project": [kind.tuple_name for kind in PROJECTIONS.values()] + [Latent.tuple_name, "GQA", "MQA"],
-        "couple": ["none", *COUPLINGS],
+        "couple": ["none", *register.coupling],
         "normalise": ["none", "QK-norm"],
         "rotate": [positions.get(name, name) for name in POSITIONS] + ["k=v: once", "k=v: on-read", "2-D asymmetry"],
-        "mix": list(MIXES),
+        "mix": list(register.mix),
     }
     tops = dict(zip(choices, (82, 156, 230, 300, 424), strict=True))
     s.text(88, 24, "x of every token")

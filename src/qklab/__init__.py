@@ -4,10 +4,14 @@ from qklab import Attention, AttentionSpec
 layer = Attention(AttentionSpec(width=512, heads=8, share="k=v"))
 """
 
+from typing import TYPE_CHECKING, Any
+
 from qklab import register
-from qklab.attention import Attention, AttentionSpec, Cache, CouplingSpec, LatentSpec
-from qklab.model import Decoder, DecoderCache, DecoderSpec, recipe
 from qklab.schema import SpecError
+
+if TYPE_CHECKING:
+    from qklab.attention import Attention, AttentionSpec, Cache, CouplingSpec, LatentSpec
+    from qklab.model import Decoder, DecoderCache, DecoderSpec, recipe
 
 __version__ = "0.1.0"
 
@@ -24,3 +28,13 @@ __all__ = [
     "recipe",
     "register",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs torch is imported when first asked for: `qklab --help` and reading a run do without it."""
+    from importlib import import_module
+
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = "qklab.model" if name.startswith("Decoder") or name == "recipe" else "qklab.attention"
+    return getattr(import_module(home), name)

@@ -7,6 +7,7 @@ class Turn(Coupling): ...
 
 A package that names a module under the entry-point group `qklab` has it imported when a name is looked for that is not
 known yet, or when all names are listed; the module registers by these decorators. qklab's own entries do the same.
+Families go into a module of their own under the group `qklab.hf`, imported where Transformers is needed anyway.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
-from qklab.schema import suggestion
+from qklab.schema import suggest_name
 
 Entry = TypeVar("Entry")
 GROUP = "qklab"
@@ -27,10 +28,13 @@ class RegistryError(ValueError):
 
 
 class Registry(Mapping[str, Any]):
-    """Name → entry. Calling it gives the decorator that registers; `homes` are qklab's own modules that do so."""
+    """Name → entry. Calling it gives the decorator that registers; `homes` are qklab's own modules that do so.
 
-    def __init__(self, what: str, *homes: str):
-        self.what = what
+    `group` is a second group of entry points, for modules that need more than qklab itself does.
+    """
+
+    def __init__(self, what: str, *homes: str, group: str = GROUP):
+        self.what, self.group = what, group
         self.homes = list(homes)
         self.entries: dict[str, Any] = {}
 
@@ -53,7 +57,7 @@ class Registry(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name not in self:
             raise RegistryError(
-                f"there is no {self.what} {name!r}{suggestion(name, self)}; registered are {', '.join(self)}."
+                f"there is no {self.what} {name!r}{suggest_name(name, self)}; registered are {', '.join(self)}."
             )
         return self.entries[name]
 
@@ -61,39 +65,45 @@ class Registry(Mapping[str, Any]):
         if name not in self.entries:
             self._import_homes()
         if name not in self.entries:
-            import_plugins()
+            self._import_plugins()
         return name in self.entries
 
     def __iter__(self) -> Iterator[str]:
         self._import_homes()
-        import_plugins()
+        self._import_plugins()
         return iter(self.entries)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def _import_homes(self) -> None:
-        while self.homes:
-            importlib.import_module(self.homes.pop())
+        for home in list(self.homes):
+            importlib.import_module(home)
+            if home in self.homes:  # one that could not be imported is tried again, and fails again
+                self.homes.remove(home)
+
+    def _import_plugins(self) -> None:
+        for group in dict.fromkeys([GROUP, self.group]):
+            import_plugins(group)
 
 
 def _origin(entry: Any) -> str:
     return f"{getattr(entry, '__module__', type(entry).__module__)}.{getattr(entry, '__qualname__', repr(entry))}"
 
 
-_plugins_imported = False
+_imported_groups: set[str] = set()
 
 
-def import_plugins() -> None:
-    """Import, once, the modules that installed packages name under the entry-point group `qklab`."""
-    global _plugins_imported
-    if _plugins_imported:
+def import_plugins(group: str = GROUP) -> None:
+    """Import, once, the modules that installed packages name under an entry-point group."""
+    if group in _imported_groups:
         return
-    _plugins_imported = True  # set first: a plugin may itself list names while it registers
-    for point in entry_points(group=GROUP):
+    _imported_groups.add(group)  # first: a plugin may itself list names while it registers
+    for point in entry_points(group=group):
         try:
             point.load()
         except Exception as error:
+            _imported_groups.remove(group)  # whoever asks again is told again
             package = point.dist.name if point.dist is not None else point.value
             raise RegistryError(
                 f"the package {package} registers with qklab through {point.value}, which cannot be imported: {error}; "
@@ -106,5 +116,5 @@ mix = Registry("mix", "qklab.attention.mix")
 norm = Registry("norm", "qklab.attention.norm")
 metric = Registry("metric", "qklab.study.metrics")
 source = Registry("corpus source", "qklab.data.sources")
-family = Registry("Transformers family", "qklab.hf.families")
-executor = Registry("executor", "qklab.study.executors")
+family = Registry("Transformers family", "qklab.hf.families", group="qklab.hf")
+executor = Registry("executor", "qklab.study.executors.local", "qklab.study.executors.ray")

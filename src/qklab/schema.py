@@ -1,6 +1,6 @@
 """Specs: frozen dataclasses that check themselves and say what to do when they are wrong.
 
-A spec class lists its fields with the checks below and, where fields must agree with each other, a tuple of
+A spec class lists its fields by the functions `…_field` below and, where fields must agree with each other, a tuple of
 `Rule`s. Building one either succeeds or raises `SpecError`, a `ValueError` of one sentence that names the
 field, the reason and the nearest legal choice.
 """
@@ -26,21 +26,21 @@ class SpecError(ValueError):
         return type(self), (str(self), self.field, self.nearest)  # so that it survives the way back from a worker
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """One line of at most sixty characters that stands for `value` in a sentence."""
     text = repr(value).replace("\n", " ")
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def told(name: str, value: object, before: object) -> str:
+def describe_change(name: str, value: object, before: object) -> str:
     """ "name=value", or where both are specs only their fields that differ: "name.field=value"."""
     if not (isinstance(value, Spec) and isinstance(before, Spec)):
-        return f"{name}={shown(value)}"
+        return f"{name}={getattr(value, 'name', None) or format_value(value)}"
     pairs = [(field, getattr(value, field), getattr(before, field)) for field in value.to_dict()]
-    return ", ".join(told(f"{name}.{field}", new, old) for field, new, old in pairs if new != old)
+    return ", ".join(describe_change(f"{name}.{field}", new, old) for field, new, old in pairs if new != old)
 
 
-def suggestion(word: object, known: Iterable[object]) -> str:
+def suggest_name(word: object, known: Iterable[object]) -> str:
     """ " (did you mean 'x'?)" when `word` is close to something known, else nothing."""
     close = difflib.get_close_matches(str(word), [str(k) for k in known], n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
@@ -49,12 +49,12 @@ def suggestion(word: object, known: Iterable[object]) -> str:
 Check = Callable[[Any], Any]
 
 
-def checked(check: Check, default: Any = MISSING, **metadata: Any) -> Any:
+def checked_field(check: Check, default: Any = MISSING, **metadata: Any) -> Any:
     """A dataclass field whose value passes through `check`, which returns it or raises ValueError("must be …")."""
     return dataclasses.field(default=default, metadata={"check": check, **metadata})
 
 
-def whole(default: Any = MISSING, *, at_least: int = 1, at_most: int = 2**31 - 1) -> Any:
+def integer_field(default: Any = MISSING, *, at_least: int = 1, at_most: int = 2**31 - 1) -> Any:
     """A whole number between `at_least` and `at_most`. With default None the spec fills the value in itself."""
 
     def check(value: Any) -> Any:
@@ -64,10 +64,10 @@ def whole(default: Any = MISSING, *, at_least: int = 1, at_most: int = 2**31 - 1
             raise ValueError(f"must be a whole number from {at_least} to {at_most}")
         return value
 
-    return checked(check, default)
+    return checked_field(check, default)
 
 
-def real(
+def number_field(
     default: Any = MISSING, *, above: float = -math.inf, at_least: float = -math.inf, at_most: float = math.inf
 ) -> Any:
     """A finite number within these bounds. With default None it may be left out."""
@@ -82,10 +82,10 @@ def real(
             raise ValueError(" ".join(["must be a finite number", " and ".join(bounds)]).strip())
         return float(number)
 
-    return checked(check, default)
+    return checked_field(check, default)
 
 
-def text(default: Any = MISSING) -> Any:
+def text_field(default: Any = MISSING) -> Any:
     """A string that is not empty. With default None it may be left out."""
 
     def check(value: Any) -> Any:
@@ -93,10 +93,10 @@ def text(default: Any = MISSING) -> Any:
             return value
         raise ValueError("must be a text that is not empty")
 
-    return checked(check, default)
+    return checked_field(check, default)
 
 
-def flag(default: bool) -> Any:
+def boolean_field(default: bool) -> Any:
     """True or False, nothing that merely looks like it."""
 
     def check(value: Any) -> Any:
@@ -104,10 +104,10 @@ def flag(default: bool) -> Any:
             raise ValueError("must be True or False")
         return value
 
-    return checked(check, default, among=(False, True))
+    return checked_field(check, default, among=(False, True))
 
 
-def choice(default: Any, among: Collection[str]) -> Any:
+def choice_field(default: Any, among: Collection[str]) -> Any:
     """One of a few words: the keys of a registry, also of what is registered later, or a tuple. With default None the
     spec fills the value in itself."""
 
@@ -115,13 +115,13 @@ def choice(default: Any, among: Collection[str]) -> Any:
         if value is None and default is None:
             return None
         if not isinstance(value, str) or value not in among:
-            raise ValueError(f"must be one of {', '.join(map(repr, among))}{suggestion(value, among)}")
+            raise ValueError(f"must be one of {', '.join(map(repr, among))}{suggest_name(value, among)}")
         return value
 
-    return checked(check, default, among=among)
+    return checked_field(check, default, among=among)
 
 
-def part(kind: type["Spec"], default: Any = MISSING) -> Any:
+def spec_field(kind: type["Spec"], default: Any = MISSING) -> Any:
     """Another spec, or None where None is the default."""
 
     def check(value: Any) -> Any:
@@ -129,7 +129,23 @@ def part(kind: type["Spec"], default: Any = MISSING) -> Any:
             return value
         raise ValueError(f"must be of type {kind.__name__}{' or None' if default is None else ''}")
 
-    return checked(check, default, spec=kind)
+    return checked_field(check, default, spec=kind)
+
+
+def spec_pattern_field(kind: type["Spec"]) -> Any:
+    """A spec, or several that repeat: kept as the shortest tuple that does, or as the spec itself where all are one."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, kind):
+            return value
+        if not isinstance(value, list | tuple) or not value or not all(isinstance(one, kind) for one in value):
+            raise ValueError(f"must be of type {kind.__name__}, or several of these that repeat")
+        whole = tuple(value)
+        periods = (n for n in range(1, len(whole) + 1) if len(whole) % n == 0)
+        shortest = next(whole[:n] for n in periods if whole[:n] * (len(whole) // n) == whole)
+        return shortest[0] if len(shortest) == 1 else shortest
+
+    return checked_field(check, spec=kind)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +159,7 @@ class Rule:
 
 
 class Spec:
-    """Base of all specs; subclasses are `@dataclass(frozen=True, kw_only=True)` with `checked` fields.
+    """Base of all specs; subclasses are `@dataclass(frozen=True, kw_only=True)` with `checked_field`s.
 
     Order of construction: each field's own check, then `defaults()` fills what was left None, then `rules`.
     """
@@ -160,16 +176,16 @@ class Spec:
             try:
                 object.__setattr__(self, field.name, field.metadata["check"](value))
             except ValueError as error:
-                raise SpecError(f"{field.name} {error}, but {shown(value)} came.", field.name) from None
+                raise SpecError(f"{field.name} {error}, but {format_value(value)} came.", field.name) from None
         for name, value in self.defaults().items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
         broken = next((rule for rule in self.rules if rule.broken(self)), None)
         if broken is not None:
             value = getattr(self, broken.field)
-            came = broken.field if isinstance(value, Spec) else f"{broken.field}={shown(value)}"
+            came = broken.field if isinstance(value, Spec | tuple) else f"{broken.field}={format_value(value)}"
             nearest = self._nearest()
-            changes = ", ".join(told(name, value, getattr(self, name)) for name, value in nearest.items())
+            changes = ", ".join(describe_change(name, value, getattr(self, name)) for name, value in nearest.items())
             raise SpecError(
                 f"{came} is refused: {broken.reason(self)}; nearest legal: {changes}.", broken.field, nearest
             )
@@ -202,28 +218,30 @@ class Spec:
         return dataclasses.replace(self, **changes)  # pyright: ignore[reportArgumentType]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts, strings, numbers, booleans and None: ready for JSON or TOML."""
+        """Plain dicts, lists of these, strings, numbers, booleans and None: ready for JSON or TOML."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # pyright: ignore[reportArgumentType]
-        return {name: v.to_dict() if isinstance(v, Spec) else v for name, v in values.items()}
+        return {name: to_plain(value) for name, value in values.items()}
 
     @classmethod
     def refuse_unknown(cls, names: Iterable[object]) -> None:
-        """Raise for a name that is no field, pointing to the part whose field it is or to the closest spelling."""
+        """Raise for a name that is no field, pointing to the spec whose field it is or to the closest spelling."""
         fields = {f.name: f for f in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
         for name in names:
             if name in fields:
                 continue
-            parts = {part: f.metadata["spec"] for part, f in fields.items() if "spec" in f.metadata}
-            owner = next((part for part, kind in parts.items() if name in kind.__dataclass_fields__), None)
-            hint = suggestion(name, fields) if owner is None else f" (it belongs to {owner})"
+            inner = {field: f.metadata["spec"] for field, f in fields.items() if "spec" in f.metadata}
+            owner = next((field for field, kind in inner.items() if name in kind.__dataclass_fields__), None)
+            hint = suggest_name(name, fields) if owner is None else f" (it belongs to {owner})"
             known = ", ".join(fields)
-            raise SpecError(f"{cls.__name__} has no field {shown(name)}{hint}; its fields are {known}.", str(name))
+            raise SpecError(
+                f"{cls.__name__} has no field {format_value(name)}{hint}; its fields are {known}.", str(name)
+            )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """The inverse of `to_dict`. Unknown and missing keys are errors that name the key."""
         if not isinstance(values, Mapping):
-            raise SpecError(f"{cls.__name__} is read from a mapping, but {shown(values)} came.", cls.__name__)
+            raise SpecError(f"{cls.__name__} is read from a mapping, but {format_value(values)} came.", cls.__name__)
         cls.refuse_unknown(values)
         fields = {f.name: f for f in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
         ready = {}
@@ -234,9 +252,26 @@ class Spec:
                 continue
             value, inner = values[name], field.metadata.get("spec")
             if inner is not None and isinstance(value, Mapping):
-                try:
-                    value = inner.from_dict(value)
-                except SpecError as error:
-                    raise SpecError(f"{name}: {error}", f"{name}.{error.field}", error.nearest) from None
+                value = read_inner_spec(inner, value, name)
+            elif inner is not None and isinstance(value, list | tuple):
+                several = [
+                    read_inner_spec(inner, v, f"{name}[{i}]") if isinstance(v, Mapping) else v
+                    for i, v in enumerate(value)
+                ]
+                value = tuple(several)
             ready[name] = value
         return cls(**ready)
+
+
+def to_plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [to_plain(one) for one in value]
+    return value.to_dict() if isinstance(value, Spec) else value
+
+
+def read_inner_spec(kind: type[Spec], values: Mapping[str, Any], name: str) -> Spec:
+    """A spec inside another one, whose errors say under which name."""
+    try:
+        return kind.from_dict(values)
+    except SpecError as error:
+        raise SpecError(f"{name}: {error}", f"{name}.{error.field}", error.nearest) from None

@@ -39,7 +39,7 @@ State = dict[str, Tensor]
 Pairing = Callable[[Tensor, int], Tensor]
 
 
-def randomised(module: Module) -> Module:
+def randomise(module: Module) -> Module:
     """The module in float64 with every weight random, gains, biases and λ included."""
     generator = torch.Generator().manual_seed(2)
     module.double().eval().requires_grad_(False)
@@ -115,7 +115,9 @@ def assert_agreement(ours: Attention, theirs: nn.Module, rotary: nn.Module, tole
     expected = theirs(x, position_embeddings=(cos, sin), attention_mask=causal_mask())[0]
     half = cos.shape[-1] // 2  # theirs are written twice, once for each entry of a pair
     angles = (cos[:, :, None, :half], sin[:, :, None, :half])
-    assert_equal(ours(x, places=ours.locate(x)._replace(angles=angles)), expected, tolerance)
+    positions, visibility = ours.locate(x)
+    given = {"positions": positions._replace(angles=angles), "visibility": visibility}
+    assert_equal(ours(x, **given), expected, tolerance)
     assert_equal(ours(x), expected, max(tolerance, SINGLE))
     # a chunk after a cached prefix is where a mask is easily aligned to the wrong corner
     assert_equal(in_chunks(ours, x, [4, 1, 5, 1, 2]), expected, max(tolerance, SINGLE))
@@ -129,9 +131,9 @@ def test_angles(base: float, rotated: int):
     rope = {"rope_type": "default", "rope_theta": base}
     config = configured(LlamaConfig, head_dim=rotated, rope_parameters=rope)
     x = torch.zeros(1, 5000, 4 * rotated)
-    places = Attention(AttentionSpec(width=4 * rotated, heads=4, rope_base=base)).locate(x)
-    assert places.angles is not None
-    for ours, theirs in zip(places.angles, LlamaRotaryEmbedding(config)(x, torch.arange(5000)[None]), strict=True):
+    positions, _ = Attention(AttentionSpec(width=4 * rotated, heads=4, rope_base=base)).locate(x)
+    assert positions.angles is not None
+    for ours, theirs in zip(positions.angles, LlamaRotaryEmbedding(config)(x, torch.arange(5000)[None]), strict=True):
         # one unit: vectorised cosines and the scalar ones at the end of a loop may round differently
         assert_equal(ours[:, :, 0], theirs[..., : rotated // 2], torch.finfo(torch.float32).eps)
 
@@ -150,7 +152,7 @@ LLAMA_NAMES = {
 
 def llama(kv_heads: int, bias: bool = False, **choices: Any) -> tuple[Attention, LlamaAttention]:
     config = configured(LlamaConfig, num_key_value_heads=kv_heads, attention_bias=bias, rope_parameters=ROPE, **choices)
-    theirs = randomised(LlamaAttention(config, layer_idx=0))
+    theirs = randomise(LlamaAttention(config, layer_idx=0))
     spec = AttentionSpec(width=WIDTH, heads=4, kv_heads=kv_heads, bias=bias, rope_base=BASE)
     return loaded(Attention(spec), renamed(theirs.state_dict(), LLAMA_NAMES)), theirs
 
@@ -190,7 +192,7 @@ def test_qwen3(kv_heads: int, eps: float, bias: bool):
         rms_norm_eps=eps,
         attention_bias=bias,
     )
-    theirs = randomised(Qwen3Attention(config, layer_idx=0))
+    theirs = randomise(Qwen3Attention(config, layer_idx=0))
     spec = AttentionSpec(
         width=WIDTH, heads=4, kv_heads=kv_heads, head_width=10, bias=bias, norm="qk", norm_eps=eps, rope_base=BASE
     )
@@ -218,7 +220,7 @@ def test_gpt_neox(fraction: float):
         num_attention_heads=3,
         rope_parameters=ROPE | {"partial_rotary_factor": fraction},
     )
-    theirs = randomised(GPTNeoXAttention(config, layer_idx=0))
+    theirs = randomise(GPTNeoXAttention(config, layer_idx=0))
     spec = AttentionSpec(width=WIDTH, heads=3, bias=True, rope_base=BASE, rope_fraction=fraction)
     ours = loaded(Attention(spec), neox_weights(theirs, heads=3))
     assert_agreement(ours, theirs, GPTNeoXRotaryEmbedding(config), EXACT)
@@ -264,7 +266,7 @@ def diffllama(kv_heads: int, layer: int = 0, bias: bool = False) -> tuple[Attent
         mix="differential",
         differential_gain=False,
     )
-    return spec, randomised(DiffLlamaAttention(config, layer_idx=layer))
+    return spec, randomise(DiffLlamaAttention(config, layer_idx=layer))
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -331,7 +333,7 @@ def deepseek(bias: bool = False, interleaved: bool = True) -> tuple[AttentionSpe
     spec = AttentionSpec(
         width=WIDTH, heads=HEADS, head_width=HEAD_WIDTH, bias=bias, latent=LATENT, norm_eps=1e-6, rope_base=BASE
     )
-    return spec, randomised(DeepseekV3Attention(config, layer_idx=0))
+    return spec, randomise(DeepseekV3Attention(config, layer_idx=0))
 
 
 @pytest.mark.parametrize("form", ["expanded", "absorbed", "cheaper"])
@@ -407,7 +409,7 @@ def llama_models(eps: float = 1e-6) -> tuple[Decoder, LlamaForCausalLM]:
         tie_word_embeddings=True,
         eos_token_id=None,
     )
-    theirs = randomised(LlamaForCausalLM(config))
+    theirs = randomise(LlamaForCausalLM(config))
     spec = DecoderSpec(
         vocab=VOCAB,
         width=WIDTH,
@@ -450,7 +452,7 @@ def gpt2_models() -> tuple[Decoder, GPT2LMHeadModel]:
         bos_token_id=None,
         eos_token_id=None,
     )
-    theirs = randomised(GPT2LMHeadModel(config))
+    theirs = randomise(GPT2LMHeadModel(config))
     spec = DecoderSpec(
         vocab=VOCAB,
         width=WIDTH,

@@ -7,7 +7,7 @@ import torch
 
 from qklab import Attention, AttentionSpec, Decoder, LatentSpec, recipe
 from qklab.attention import Cache, KeyValueCache, LatentCache, SharedCache
-from qklab.testing import randomised
+from qklab.testing import randomise
 
 SPECS: dict[str, tuple[dict[str, Any], type[Cache]]] = {
     "(Q,K,V)": ({"kv_heads": 2}, KeyValueCache),
@@ -21,7 +21,7 @@ every_cache = pytest.mark.parametrize("name", SPECS)
 
 def layer(name: str) -> Attention:
     torch.manual_seed(0)
-    return randomised(Attention(AttentionSpec(width=16, heads=4, **SPECS[name][0])))
+    return randomise(Attention(AttentionSpec(width=16, heads=4, **SPECS[name][0])))
 
 
 def inputs(batch: int = 2, tokens: int = 10) -> torch.Tensor:
@@ -143,10 +143,11 @@ def test_torch_refuses_a_backward_through_overwritten_tokens() -> None:
         outputs[0].sum().backward()
 
 
-def test_places_and_segments_exclude_each_other() -> None:
+def test_positions_and_segments_exclude_each_other() -> None:
     attention, x = layer("(Q,K,V)"), inputs()
+    segments, (positions, visibility) = torch.zeros(2, 10, dtype=torch.long), attention.locate(x)
     with pytest.raises(ValueError, match="give one of the two"):
-        attention(x, segments=torch.zeros(2, 10, dtype=torch.long), places=attention.locate(x))
+        attention(x, segments=segments, positions=positions, visibility=visibility)
 
 
 def test_segments_and_a_cache_exclude_each_other() -> None:

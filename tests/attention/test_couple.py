@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from qklab import Attention, AttentionSpec, CouplingSpec, Decoder, recipe
-from qklab.attention.couple import COUPLINGS, Coupling, Forced, group_mean, invertible
-from qklab.attention.force import GradientForce
+from qklab import Attention, AttentionSpec, CouplingSpec, Decoder, recipe, register
+from qklab.attention.couple import Coupling, Forced, GradientForce, group_mean, list_invertible
 from qklab.ops.coupling import reference
-from qklab.testing import randomised
+from qklab.testing import randomise
 
 D, HEADS = 4, 4
 EPS = torch.finfo(torch.float64).eps
@@ -24,7 +24,7 @@ def coupling(kv_heads: int = HEADS, **choices: Any) -> Coupling:
     """A coupling map in float64 with noise on every parameter."""
     spec = AttentionSpec(width=16, heads=HEADS, kv_heads=kv_heads, coupling=CouplingSpec(**choices))
     torch.manual_seed(0)
-    couple = randomised(Attention(spec)).couple
+    couple = randomise(Attention(spec)).couple
     assert couple is not None
     return couple
 
@@ -47,7 +47,7 @@ def jacobian(couple: Coupling, q: Tensor, k: Tensor) -> Tensor:
     return result
 
 
-@pytest.mark.parametrize("kind", invertible())
+@pytest.mark.parametrize("kind", list_invertible())
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("steps", [1, 7])
 @pytest.mark.parametrize("sharing", ["per-layer", "per-head"])
@@ -65,7 +65,7 @@ def test_inverse_undoes_forward(kind: str, kv_heads: int, steps: int, sharing: s
     assert not torch.allclose(couple(q, k)[1], k, rtol=1e-2)  # the map did something
 
 
-@pytest.mark.parametrize("kind", [kind for kind in COUPLINGS if kind not in invertible()])
+@pytest.mark.parametrize("kind", [kind for kind in register.coupling if kind not in list_invertible()])
 def test_maps_without_inverse_say_so(kind: str) -> None:
     couple = coupling(kind=kind)
     for method in (couple.inverse, couple.log_det):
@@ -158,7 +158,8 @@ def energies(kind: str, steps: int, step_size: float) -> Tensor:
         values = []
         for _ in range(steps):
             q, k = couple(q, k)
-            values.append((k.square().sum() / 2 + force.potential(q.unsqueeze(3)).sum()).reshape(()))
+            potential = force.amplitude * F.softplus(F.linear(q, force.inner.weight, force.inner.bias))
+            values.append(k.square().sum() / 2 + potential.sum())
     return torch.stack(values)
 
 
@@ -174,8 +175,8 @@ def test_leapfrog_shares_neighbouring_kicks(monkeypatch: pytest.MonkeyPatch) -> 
     """n steps evaluate the force n + 1 times and equal n single steps."""
     many, one = coupling(kind="leapfrog", steps=5), coupling(kind="leapfrog", steps=1)
     one.load_state_dict(many.state_dict())
-    calls, force = [], reference.force
-    monkeypatch.setattr(reference, "force", lambda *given: calls.append(1) or force(*given))
+    calls, force = [], reference.apply_force
+    monkeypatch.setattr(reference, "apply_force", lambda *given: calls.append(1) or force(*given))
     q, k = state()
     together = many(q, k)
     assert len(calls) == 6
@@ -185,7 +186,7 @@ def test_leapfrog_shares_neighbouring_kicks(monkeypatch: pytest.MonkeyPatch) -> 
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", COUPLINGS)
+@pytest.mark.parametrize("kind", register.coupling)
 @pytest.mark.parametrize("sharing", ["per-layer", "per-head"])
 def test_identity_start_leaves_the_models_logits_bit_equal(kind: Any, sharing: Any) -> None:
     """One seed gives both models the same other weights, so their logits agree bit for bit."""
@@ -223,7 +224,7 @@ def test_linear_coupling_folds_into_the_projections(share: Any, kv_heads: int, m
         width=16, heads=4, kv_heads=kv_heads, share=share, mix=mix, bias=True, norm="qk",
         coupling=CouplingSpec(kind="linear", steps=3, force_sharing=sharing),
     )  # fmt: skip
-    attention = randomised(Attention(spec, layer=1))
+    attention = randomise(Attention(spec, layer=1))
     folded = attention.fold()
     x = torch.randn(2, 5, 16, dtype=torch.float64)
     torch.testing.assert_close(folded(x), attention(x), rtol=1e-10, atol=1e-11)
@@ -264,7 +265,12 @@ def test_uncoupled_has_the_coupled_capacity() -> None:
     assert abs(control - coupled) <= 64
 
 
-STEPPED = [(kind, sharing) for kind in COUPLINGS for sharing in ("per-layer", "per-head") if COUPLINGS[kind].stepped]
+STEPPED = [
+    (kind, sharing)
+    for kind in register.coupling
+    for sharing in ("per-layer", "per-head")
+    if register.coupling[kind].stepped
+]
 
 
 @pytest.mark.parametrize(("kind", "step_sharing"), [*STEPPED, ("affine", "per-layer")])
@@ -278,14 +284,15 @@ def test_bfloat16_stays_bfloat16(kind: Any, step_sharing: Any) -> None:
     assert [u.dtype for u in out] == [torch.bfloat16] * 2
 
 
-def test_a_map_of_your_own_needs_only_its_flow() -> None:
+def test_a_map_of_your_own_needs_only_its_flow(monkeypatch: pytest.MonkeyPatch) -> None:
     """The example of docs/adding-a-mechanism.md, in a layer with QK-norm and RoPE, grouped heads, and a cache."""
     page = (Path(__file__).parents[2] / "docs/adding-a-mechanism.md").read_text(encoding="utf-8")
-    example = re.findall(r"```\n(class Turn.*?)```", page, re.DOTALL)[0]
-    names: dict[str, Any] = {"Coupling": Coupling, "group_mean": group_mean}
+    monkeypatch.setattr(register.coupling, "entries", dict(register.coupling.entries))
+    example = re.findall(r"```\n(@register.*?class Turn.*?)```", page, re.DOTALL)[0]
+    names: dict[str, Any] = {"Coupling": Coupling, "group_mean": group_mean, "register": register}
     exec(example, names)
     spec = AttentionSpec(width=16, heads=4, kv_heads=2, norm="qk", coupling=CouplingSpec(kind="euler", steps=2))
-    layer = randomised(Attention(spec)).double().eval()
+    layer = randomise(Attention(spec)).double().eval()
     turn = names["Turn"](spec).double()
     torch.nn.init.constant_(turn.step, 0.3)
     layer.couple = turn
@@ -295,10 +302,9 @@ def test_a_map_of_your_own_needs_only_its_flow() -> None:
     for _ in range(2):
         cos, sin = math.cos(0.3), math.sin(0.3)
         grouped, k = grouped * cos + k[:, :, :, None] * sin, k * cos - grouped.mean(3) * sin
-    assert layer.normalise is not None
-    places = layer.locate(x)
-    expected = layer.rotate(*layer.normalise(grouped.flatten(2, 3), k), places)
-    for actual, wanted in zip(layer.coupled(given, key, places), expected, strict=True):
+    positions, _ = layer.locate(x)
+    expected = layer.rotate(*layer.normalise(grouped.flatten(2, 3), k), positions)
+    for actual, wanted in zip(layer.prepare(x, positions)[:2], expected, strict=True):
         torch.testing.assert_close(actual, wanted)
     cache = layer.new_cache(2, 7)
     with torch.no_grad():

@@ -6,27 +6,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from qklab import Attention, AttentionSpec, CouplingSpec
-from qklab.attention.places import rope_angles
-from qklab.testing import randomised
+from qklab import Attention, AttentionSpec, CouplingSpec, LatentSpec, register
+from qklab.attention.mix import KeyValue, LatentSoftmax
+from qklab.testing import randomise
 
 
 @torch.no_grad()
 def scores(spec: AttentionSpec, seed: int = 0) -> Tensor:
     """The unmasked scores q_i·k_j after stage 4, [B, H, T, T]."""
     torch.manual_seed(seed)
-    attention = randomised(Attention(spec), seed)
+    attention = randomise(Attention(spec), seed)
     x = torch.randn(2, 6, spec.width, dtype=torch.float64)
-    places = attention.locate(x)
-    q, k, v = attention.project(x)
-    if attention.couple is not None:
-        q, k = attention.couple(q, k)
-    if attention.normalise is not None:
-        q, k = attention.normalise(q, k)
-    q, k = attention.rotate(q, k, places)
-    k, _ = attention.rotate.read(k, v, places)
-    result = torch.einsum("bihd,bjhd->bhij", q, k)
-    bias = attention.rotate.bias(places)
+    recorded: dict[str, Any] = {}
+    attention.recorder = lambda stage, *given: recorded.update({stage: given})
+    attention(x)
+    q, stored, bias, *_ = recorded["mix"]
+    result = torch.einsum("bihd,bjhd->bhij", q, stored.separate()[0])
     return result if bias is None else result + bias
 
 
@@ -48,7 +43,7 @@ def test_separate_projections_are_not_symmetric() -> None:
     assert asymmetry(AttentionSpec(**SIZE)) > 0.1
 
 
-@pytest.mark.parametrize("kind", ["euler", "symplectic-euler", "leapfrog", "affine", "uncoupled", "linear"])
+@pytest.mark.parametrize("kind", register.coupling)
 @pytest.mark.parametrize("position", ["rope", "none"])
 def test_coupling_breaks_the_symmetry(kind: Any, position: Any) -> None:
     assert asymmetry(AttentionSpec(**SIZE, share="q=k", position=position, coupling=CouplingSpec(kind=kind))) > 1e-2
@@ -70,38 +65,28 @@ def test_the_2d_asymmetry_breaks_the_symmetry() -> None:
 def test_the_2d_asymmetry_starts_at_the_plain_scale(free: bool) -> None:
     spec = AttentionSpec(**SIZE, share="q=k", causal=False, asymmetry_2d=True, asymmetry_free_scale=free)
     q = torch.randn(1, 3, 4, 4)
-    inner: Any = Attention(spec).rotate
-    torch.testing.assert_close(inner.asymmetry.scaled(q), q)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_angle_operator_is_well_formed(dtype: torch.dtype) -> None:
-    positions = torch.tensor([[0, 1, 5], [2, 3, 4]])
-    torch.library.opcheck(rope_angles, (positions, 6, 10_000.0, dtype))
-    cos, sin = rope_angles(positions, 6, 10_000.0, dtype)
-    angle = 5 * 10_000.0 ** (-2 / 6)  # position 5, second pair
-    torch.testing.assert_close(cos[0, 2, 0, 1], torch.tensor(angle, dtype=dtype).cos())
-    torch.testing.assert_close(sin[0, 2, 0, 1], torch.tensor(angle, dtype=dtype).sin())
+    layer: Any = Attention(spec)
+    positions, _ = layer.locate(torch.randn(1, 3, 16))
+    torch.testing.assert_close(layer.rotate.asymmetry(q, positions)[0], q)
 
 
 def test_shared_values_rotated_once_depend_on_distance_alone() -> None:
     """o_i = Σ a_ij R_{j−i} k_j: shifting all positions changes nothing."""
-    attention = randomised(Attention(AttentionSpec(**SIZE, share="k=v")))
+    attention = randomise(Attention(AttentionSpec(**SIZE, share="k=v")))
     x = torch.randn(1, 5, 16, dtype=torch.float64)
     pad = torch.zeros(1, 3, 16, dtype=torch.float64)
     shifted = attention(torch.cat([pad, x], 1), segments=torch.tensor([[0] * 3 + [1] * 5]))[:, 3:]
     torch.testing.assert_close(shifted, attention(x))
-    # and without restarting positions: places moved by hand
-    places = attention.locate(x)
-    assert places.angles is not None
-    moved = attention.locate(torch.cat([pad, x], 1))
+    # and without restarting positions: moved by hand
+    positions, visibility = attention.locate(x)
+    moved, _ = attention.locate(torch.cat([pad, x], 1))
     assert moved.angles is not None
-    far = places._replace(angles=(moved.angles[0][:, 3:], moved.angles[1][:, 3:]))
-    torch.testing.assert_close(attention(x, places=far), attention(x))
+    far = positions._replace(angles=(moved.angles[0][:, 3:], moved.angles[1][:, 3:]))
+    torch.testing.assert_close(attention(x, positions=far, visibility=visibility), attention(x))
 
 
 def test_the_two_routes_of_a_shared_value_are_different_models() -> None:
-    once, read = (randomised(Attention(AttentionSpec(**SIZE, share="k=v", kv_rotation=r))) for r in ("once", "on-read"))
+    once, read = (randomise(Attention(AttentionSpec(**SIZE, share="k=v", kv_rotation=r))) for r in ("once", "on-read"))
     read.load_state_dict(once.state_dict())
     x = torch.randn(1, 5, 16, dtype=torch.float64)
     torch.testing.assert_close(once(x)[:, 0], read(x)[:, 0])  # the first token sees only itself: no distance
@@ -109,24 +94,19 @@ def test_the_two_routes_of_a_shared_value_are_different_models() -> None:
 
 
 def test_absorbed_and_expanded_latents_agree() -> None:
-    from qklab import LatentSpec
-    from qklab.attention.mix import LatentSoftmax
-
     latent = LatentSpec(query_rank=10, kv_rank=6, rope_width=4)
-    attention = randomised(Attention(AttentionSpec(**SIZE, latent=latent)))
+    attention = randomise(Attention(AttentionSpec(**SIZE, latent=latent)))
     x = torch.randn(2, 7, 16, dtype=torch.float64)
-    places = attention.locate(x)
-    q, k, _ = attention.project(x)
-    q, k = attention.rotate(q, k, places)
-    assert isinstance(attention.mix, LatentSoftmax)
-    torch.testing.assert_close(attention.mix.absorbed(q, k, places), attention.mix.expanded(q, k, places))
+    positions, visibility = attention.locate(x)
+    q, k, _ = attention.prepare(x, positions)
+    mix = attention.mix
+    assert isinstance(mix, LatentSoftmax)
+    given = q, KeyValue(k), visibility
+    torch.testing.assert_close(mix.attend_absorbed(*given), mix.attend_expanded(*given))
 
 
 def test_the_form_of_a_latent_follows_the_work() -> None:
     """One new token over a long prefix absorbs; a long chunk over a short prefix expands."""
-    from qklab import LatentSpec
-    from qklab.attention.mix import LatentSoftmax
-
     latent = LatentSpec(query_rank=64, kv_rank=32, rope_width=8)
     mix = Attention(AttentionSpec(width=64, heads=4, latent=latent)).mix
     assert isinstance(mix, LatentSoftmax)

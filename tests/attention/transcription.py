@@ -126,7 +126,7 @@ def step(spec: AttentionSpec, state: State, g: int, q: Heads, k: Tensor) -> tupl
     assert spec.coupling is not None
     kind = spec.coupling.kind
     if kind == "affine":
-        return affine(spec, state, g, q, k)[:2]
+        return affine(spec, state, g, q, k)
     delta = of_head(state["couple.step"], g, spec.coupling.step_sharing).squeeze()
     if kind == "uncoupled":
         f, f_q = force(spec, state, "couple.key_force", g), force(spec, state, "couple.query_force", g)
@@ -147,12 +147,11 @@ def step(spec: AttentionSpec, state: State, g: int, q: Heads, k: Tensor) -> tupl
     return q, k + delta / 2 * f(mean(q))
 
 
-def affine(spec: AttentionSpec, state: State, g: int, q: Heads, k: Tensor) -> tuple[Heads, Tensor, Tensor]:
-    """One affine step of a group and its log-determinant."""
+def affine(spec: AttentionSpec, state: State, g: int, q: Heads, k: Tensor) -> tuple[Heads, Tensor]:
     s1, t1 = scale_and_shift(spec, state, "couple.query", g, k)
     q = [query * torch.exp(s1) + t1 for query in q]
     s2, t2 = scale_and_shift(spec, state, "couple.key", g, mean(q))
-    return q, k * torch.exp(s2) + t2, len(q) * s1.sum() + s2.sum()
+    return q, k * torch.exp(s2) + t2
 
 
 def scale_and_shift(spec: AttentionSpec, state: State, name: str, g: int, u: Tensor) -> tuple[Tensor, Tensor]:

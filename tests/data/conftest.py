@@ -1,11 +1,16 @@
 """Small corpora for tests of data."""
 
+import itertools
 import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from corpora import join_documents, spec_of, write_files
+
+from qklab.data import Corpus, prepare_corpus
 
 
 @pytest.fixture
@@ -24,8 +29,17 @@ def documents() -> Callable[..., list[str]]:
 @pytest.fixture
 def folder(tmp_path: Path, documents: Callable[..., list[str]]) -> Path:
     """A source of 300 documents in a .txt and a .jsonl."""
-    source, texts = tmp_path / "source", documents(300)
-    source.mkdir()
-    (source / "a.txt").write_text("".join(f"{text}\n<|endoftext|>\n" for text in texts[:150]))
-    (source / "b.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[150:]))
-    return source
+    texts = documents(300)
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts[150:])
+    return write_files(tmp_path / "source", {"a.txt": join_documents(texts[:150]), "b.jsonl": lines})
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Callable[..., Corpus]:
+    """Prepares a source with small settings, each time into a new folder."""
+    count = itertools.count()
+
+    def build(source: Path, **settings: Any) -> Corpus:
+        return prepare_corpus(spec_of(source, **settings), out=tmp_path / f"corpus-{next(count)}")
+
+    return build

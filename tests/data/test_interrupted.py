@@ -1,7 +1,6 @@
 """Preparing under adverse conditions: killed, out of disk, out of luck, together with others, on damaged files."""
 
 import errno
-import importlib
 import os
 import signal
 import subprocess
@@ -9,16 +8,17 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from corpora import join_documents, read_files, spec_of
 
-from qklab.data import Corpus, DataError, DataSpec, prepare, workers, writing
-from qklab.data.progress import Progress
+from qklab.data import Corpus, DataError, DataSpec, prepare_corpus, shards, workers
+from qklab.data import prepare as preparing
 
-preparing = importlib.import_module("qklab.data.prepare")  # the name in the package is the function's
+Build = Callable[..., Corpus]
 
 
 class Killed(BaseException):
@@ -27,15 +27,7 @@ class Killed(BaseException):
 
 @pytest.fixture(autouse=True)
 def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "SHARD_TOKENS", 6000)
-
-
-def spec_of(source: Path, **more: Any) -> DataSpec:
-    return DataSpec(source=str(source), **{"tokenizer": "bytes", "valid": 0.1, "test": 0.1, **more})
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    monkeypatch.setattr(shards, "SHARD_TOKENS", 12_000)
 
 
 def fail_at(number: int, call: Callable[..., Any], error: BaseException, after: bool) -> Callable[..., Any]:
@@ -54,150 +46,151 @@ def fail_at(number: int, call: Callable[..., Any], error: BaseException, after: 
     return failing
 
 
+def interrupt(spec: DataSpec, out: Path) -> Path:
+    """A preparation that was killed when all shards were written."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards.ShardWriter, "finish", fail_at(0, lambda *_: None, Killed(), after=False))
+        with pytest.raises(Killed):
+            prepare_corpus(spec, out=out)
+    return out
+
+
 @pytest.mark.parametrize("after", [False, True])
 def test_killed_at_any_rename_it_goes_on_and_ends_bit_equal(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: bool
+    folder: Path, tmp_path: Path, build: Build, monkeypatch: pytest.MonkeyPatch, after: bool
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda handle: None)  # a power cut is not what is tested, and it takes long
-    whole = contents(prepare(spec_of(folder), out=tmp_path / "whole").folder)
-    out, replace, kills = tmp_path / "out", os.replace, 0
+    whole = read_files(build(folder).folder)
+    replace, spec, number = os.replace, spec_of(folder), 0
     for number in range(1000):
         with monkeypatch.context() as patch:
             patch.setattr(os, "replace", fail_at(number, replace, Killed(), after))
             try:
-                prepare(spec_of(folder), out=tmp_path / f"{number}")
+                prepare_corpus(spec, out=tmp_path / f"{number}")
                 break
             except Killed:
-                kills += 1
-        assert contents(prepare(spec_of(folder), out=tmp_path / f"{number}").folder) == whole
-    assert kills >= 15
+                pass
+        assert read_files(prepare_corpus(spec, out=tmp_path / f"{number}").folder) == whole
+    assert number >= 15
     for _ in range(100):  # and killed again and again, at the rename that makes one more shard count
         with monkeypatch.context() as patch:
             patch.setattr(os, "replace", fail_at(4, replace, Killed(), after=True))
             try:
-                prepare(spec_of(folder), out=out)
+                prepare_corpus(spec, out=tmp_path / "again")
                 break
             except Killed:
                 continue
-    assert contents(out) == whole
+    assert read_files(tmp_path / "again") == whole
 
 
-def test_finished_shards_are_not_tokenised_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(writing.ShardWriter, "finish", fail_at(0, lambda *_: None, Killed(), after=False))
-        with pytest.raises(Killed):
-            prepare(spec_of(folder), out=tmp_path / "out")
-    shards = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("train-*.bin")}
-    assert shards
-    monkeypatch.setattr("qklab.data.plan.scanned", lambda *_: pytest.fail("read and planned again"))
-    prepare(spec_of(folder), out=tmp_path / "out")
-    assert shards.items() <= {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out").glob("train-*.bin")}.items()
-
-
-def test_an_unfinished_shard_that_was_damaged_is_made_again(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_is_finished_is_kept_and_what_is_damaged_is_made_again(
+    folder: Path, tmp_path: Path, build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = contents(prepare(spec_of(folder), out=tmp_path / "whole").folder)
-    with monkeypatch.context() as patch:
-        patch.setattr(writing.ShardWriter, "finish", fail_at(0, lambda *_: None, Killed(), after=False))
-        with pytest.raises(Killed):
-            prepare(spec_of(folder), out=tmp_path / "out")
-    shard = tmp_path / "out" / "train-00000.bin"
-    shard.write_bytes(shard.read_bytes()[:-2] + b"zz")
-    (tmp_path / "out" / "train-00001.bin.1.part").write_bytes(b"half-writ")
-    assert contents(prepare(spec_of(folder), out=tmp_path / "out").folder) == whole
+    whole = read_files(build(folder).folder)
+    out = interrupt(spec_of(folder), tmp_path / "out")
+    first, *others = sorted(out.glob("train-*.bin"))
+    before = {path: path.stat().st_mtime_ns for path in others}
+    last = others[-1]
+    last.write_bytes(last.read_bytes()[:-2] + b"zz")
+    (out / ".train-00001.bin.1.tmp").write_bytes(b"half-writ")
+    monkeypatch.setattr("qklab.data.scan.scan_source", lambda *_: pytest.fail("read and planned again"))
+    stamp = first.stat().st_mtime_ns
+    assert read_files(prepare_corpus(spec_of(folder), out=out).folder) == whole
+    assert first.stat().st_mtime_ns == stamp
+    assert last.stat().st_mtime_ns != before[last]
 
 
-def test_a_source_that_changes_in_between_is_noticed(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(writing.ShardWriter, "finish", fail_at(0, lambda *_: None, Killed(), after=False))
-        with pytest.raises(Killed):
-            prepare(spec_of(folder), out=tmp_path / "out")
+def test_a_tokenizer_that_is_damaged_in_between_is_trained_again(folder: Path, tmp_path: Path, build: Build) -> None:
+    settings = {"tokenizer": "bpe", "vocab": 300}
+    whole = read_files(build(folder, **settings).folder)
+    out = interrupt(spec_of(folder, **settings), tmp_path / "out")
+    flip(out / "tokenizer.json")
+    assert read_files(prepare_corpus(spec_of(folder, **settings), out=out).folder) == whole
+
+
+def test_a_source_that_changes_in_between_is_noticed(folder: Path, tmp_path: Path) -> None:
+    out = interrupt(spec_of(folder), tmp_path / "out")
     with pytest.raises(DataError, match="holds an unfinished corpus of another spec"):
-        prepare(spec_of(folder, valid=0.2), out=tmp_path / "out")
+        prepare_corpus(spec_of(folder, valid=0.2), out=out)
     text = (folder / "a.txt").read_text()
     (folder / "a.txt").write_text(text[:-30] + "x" + text[-29:])
     with pytest.raises(DataError, match="the source has changed since"):
-        prepare(spec_of(folder), out=tmp_path / "out")
+        prepare_corpus(spec_of(folder), out=out)
     (folder / "a.txt").write_text(text)
-    prepare(spec_of(folder), out=tmp_path / "out").verify()
+    prepare_corpus(spec_of(folder), out=out).verify()
 
 
 def test_a_source_that_changes_meanwhile_is_noticed(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planned = preparing.planned
+    scan_or_resume = preparing.scan_or_resume
 
-    def then_changed(*arguments: Any) -> Any:
-        plan = planned(*arguments)
+    def scan_then_change(*arguments: Any) -> Any:
+        plan = scan_or_resume(*arguments)
         (folder / "a.txt").write_text("something else\n<|endoftext|>\n" + (folder / "a.txt").read_text())
         return plan
 
-    monkeypatch.setattr(preparing, "planned", then_changed)
+    monkeypatch.setattr(preparing, "scan_or_resume", scan_then_change)
     with pytest.raises(DataError, match="the source has changed since"):
-        prepare(spec_of(folder), out=tmp_path / "out")
+        prepare_corpus(spec_of(folder), out=tmp_path / "out")
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
 def test_a_full_disk_is_one_sentence_and_loses_nothing(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = contents(prepare(spec_of(folder), out=tmp_path / "whole").folder)
+    whole = read_files(build(folder).folder)
     full, fsync = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), os.fsync
-    for number in range(0, 40, 3):
+    for number in range(0, 24, 4):
+        out = tmp_path / str(number)
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", fail_at(number, fsync, full, after=False))
             with pytest.raises(DataError, match="cannot be written: No space left on device; finished shards are kept"):
-                prepare(spec_of(folder), out=tmp_path / str(number))
-        assert not list((tmp_path / str(number)).glob("*.bin.*.part"))
-        assert contents(prepare(spec_of(folder), out=tmp_path / str(number)).folder) == whole
-
-
-def test_a_folder_that_cannot_be_made_is_one_sentence(folder: Path, tmp_path: Path) -> None:
+                prepare_corpus(spec_of(folder), out=out)
+        assert not list(out.glob(".*.tmp"))
+        assert read_files(prepare_corpus(spec_of(folder), out=out).folder) == whole
     with pytest.raises(DataError, match=r"out cannot be written: Not a directory"):
-        prepare(spec_of(folder), out=folder / "a.txt" / "out")
+        prepare_corpus(spec_of(folder), out=folder / "a.txt" / "out")
 
 
 def test_a_second_preparation_waits_for_the_first(folder: Path, tmp_path: Path) -> None:
-    out, said, hashes = tmp_path / "out", threading.Event(), []
+    out, waits, hashes = tmp_path / "out", threading.Event(), []
 
-    def second() -> None:
-        told = lambda what, done, total: said.set() if "another process is preparing" in what else None  # noqa: E731
-        hashes.append(prepare(spec_of(folder), out=out, progress=told).hash)
+    def prepare_second() -> None:
+        note = lambda what, done, total: waits.set() if "another process is preparing" in what else None  # noqa: E731
+        hashes.append(prepare_corpus(spec_of(folder), out=out, progress=note).hash)
 
-    (out / writing.UNFINISHED).mkdir(parents=True)
-    thread = threading.Thread(target=second)
-    with preparing.alone(out, Progress(False)):
+    (out / shards.UNFINISHED).mkdir(parents=True)
+    thread = threading.Thread(target=prepare_second)
+    with preparing.lock_folder(out, lambda *_: None):
         thread.start()
-        assert said.wait(20)
+        assert waits.wait(20)
         assert not hashes
     thread.join(20)
-    assert hashes == [prepare(spec_of(folder), out=out).hash]
-    assert not (out / writing.UNFINISHED).exists()
+    assert hashes == [prepare_corpus(spec_of(folder), out=out).hash]
+    assert not (out / shards.UNFINISHED).exists()
 
 
-def flipped(path: Path) -> None:
+def flip(path: Path) -> None:
     raw = bytearray(path.read_bytes())
     raw[len(raw) // 2] ^= 4
     path.write_bytes(raw)
 
 
-def truncated(path: Path) -> None:
+def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-2])
 
 
-@pytest.mark.parametrize("damage", [flipped, truncated, Path.unlink])
-def test_every_damaged_file_is_found(folder: Path, tmp_path: Path, damage: Callable[[Path], None]) -> None:
-    corpus = prepare(spec_of(folder, tokenizer="bpe", vocab=280), out=tmp_path / "out")
+def test_every_damaged_file_is_found(folder: Path, build: Build) -> None:
+    corpus = build(folder)
     for path in corpus.folder.iterdir():
         raw = path.read_bytes()
-        damage(path)
-        with pytest.raises(DataError) as caught:
-            Corpus.open(corpus.folder).verify()
-        assert path.name in str(caught.value)
-        path.write_bytes(raw)
+        for damage in (flip, cut, Path.unlink):
+            damage(path)
+            with pytest.raises(DataError) as caught:
+                Corpus.open(corpus.folder).verify()
+            assert path.name in str(caught.value)
+            path.write_bytes(raw)
     Corpus.open(corpus.folder).verify()
 
 
@@ -212,132 +205,93 @@ def test_a_folder_that_is_no_corpus_is_told(tmp_path: Path) -> None:
 def test_a_worker_that_dies_is_one_sentence(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparing, "FEW_BYTES", 0)
     monkeypatch.setattr(preparing, "BATCH_BYTES", 200)
-    started, start = [], workers.start
+    started, start = [], workers.start_worker
 
-    def start_and_kill(*arguments: str) -> subprocess.Popen[bytes]:
+    def start_and_kill(*arguments: Any) -> subprocess.Popen[bytes]:
         started.append(start(*arguments))
         if len(started) == 2:
             started[1].kill()
         return started[-1]
 
-    monkeypatch.setattr(workers, "start", start_and_kill)
+    monkeypatch.setattr(workers, "start_worker", start_and_kill)
     with pytest.raises(DataError, match=r"a process that tokenises has ended \(code -9; is memory short\?\)"):
-        prepare(spec_of(folder), out=tmp_path / "out", workers=2)
+        prepare_corpus(spec_of(folder), out=tmp_path / "out", workers=2)
     assert [process.returncode for process in started] == [-9, -9]
-
-
-def test_a_tokenizer_that_is_damaged_in_between_is_trained_again(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec = spec_of(folder, tokenizer="bpe", vocab=300)
-    whole = contents(prepare(spec, out=tmp_path / "whole").folder)
-    with monkeypatch.context() as patch:
-        patch.setattr(writing.ShardWriter, "finish", fail_at(0, lambda *_: None, Killed(), after=False))
-        with pytest.raises(Killed):
-            prepare(spec, out=tmp_path / "out")
-    flipped(tmp_path / "out" / "tokenizer.json")
-    assert contents(prepare(spec, out=tmp_path / "out").folder) == whole
-
-
-def test_the_last_words_of_a_worker_are_passed_on() -> None:
     with pytest.raises(DataError, match=r"a process that trains the tokenizer has ended \(ValueError: invalid literal"):
-        workers.trained_definition([[b"text"]], "many")  # pyright: ignore[reportArgumentType]
+        workers.train_in_worker([[b"text"]], "many")  # pyright: ignore[reportArgumentType]
 
 
 PROGRAM = """
-    import sys, importlib, signal
+    import signal, sys
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell begins with it ignored
-    from qklab.data import DataSpec, prepare, writing
-    preparing = importlib.import_module("qklab.data.prepare")
-    preparing.FEW_BYTES, preparing.BATCH_BYTES, writing.SHARD_TOKENS = 0, 20_000, 50_000
-    told = lambda what, done, total: print(what, done, flush=True)
-    prepare(DataSpec(source=sys.argv[1], vocab=400), out=sys.argv[2], workers=2, progress=told)
+    from qklab.data import DataSpec, prepare as preparing, prepare_corpus, shards
+    preparing.FEW_BYTES, preparing.BATCH_BYTES, shards.SHARD_TOKENS = 0, 10_000, 50_000
+    note = lambda what, done, total: print(what, done, flush=True)
+    prepare_corpus(DataSpec(source=sys.argv[1], tokenizer="bytes"), out=sys.argv[2], workers=2, progress=note)
 """
 
 
-@pytest.fixture
-def large(tmp_path: Path, documents: Callable[..., list[str]]) -> Path:
-    path = tmp_path / "large.txt"
-    path.write_text("\n<|endoftext|>\n".join(documents(4000, words=120)))
-    return path
-
-
-def children(parent: int) -> list[int]:
-    answer = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True)
-    rows = [line.split() for line in answer.stdout.splitlines()]
-    return [int(pid) for pid, above in rows if int(above) == parent]
-
-
-def running(pids: list[int]) -> list[int]:
-    answer = subprocess.run(["ps", "-A", "-o", "pid=,stat="], capture_output=True, text=True, check=True)
-    states = {int(line.split()[0]): line.split()[1] for line in answer.stdout.splitlines()}
-    return [pid for pid in pids if pid in states and not states[pid].startswith("Z")]
-
-
-def lines_until(process: subprocess.Popen[str], done: int) -> Iterator[str]:
-    assert process.stdout
-    for line in process.stdout:
-        yield line
-        if line.startswith("tokenising") and int(line.split()[1]) >= done:
-            return
+def list_processes(column: str) -> dict[int, str]:
+    answer = subprocess.run(["ps", "-A", "-o", f"pid=,{column}="], capture_output=True, text=True, check=True)
+    return {int(line.split()[0]): line.split()[1] for line in answer.stdout.splitlines()}
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_process_leaves_no_worker_and_is_continued(
-    large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
+    tmp_path: Path, documents: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, how: signal.Signals
 ) -> None:
-    out = tmp_path / "out"
-    command = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(large), str(out)]
+    source, out = tmp_path / "large.txt", tmp_path / "out"
+    source.write_text(join_documents(documents(2000, words=120)))
+    command = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(source), str(out)]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
     )
-    assert list(lines_until(process, 300_000))
-    workers_of = children(process.pid)
-    assert len(workers_of) == 2
-    if how == signal.SIGINT:
-        os.killpg(process.pid, how)  # as a terminal does
-    else:
-        process.kill()
-    assert process.wait(30) != 0
-    deadline = time.monotonic() + 20
-    while running(workers_of) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not running(workers_of)
     assert process.stdout
-    process.stdout.close()
-    finished = len(list((out / writing.UNFINISHED).glob("train-*.json")))
-    assert finished >= 1
-    monkeypatch.setattr(writing, "SHARD_TOKENS", 50_000)
-    spec = DataSpec(source=str(large), vocab=400)
-    assert prepare(spec, out=out).hash == prepare(spec, out=tmp_path / "whole").hash
-    assert contents(out) == contents(tmp_path / "whole")
+    with process.stdout as lines:
+        assert any(line.startswith("tokenising") and int(line.split()[1]) >= 200_000 for line in lines)
+        children = [pid for pid, parent in list_processes("ppid").items() if int(parent) == process.pid]
+        assert len(children) == 2
+        if how == signal.SIGINT:
+            os.killpg(process.pid, how)  # as a terminal does
+        else:
+            process.kill()
+        assert process.wait(30) != 0
+    deadline = time.monotonic() + 20
+    while any(not list_processes("stat").get(pid, "Z").startswith("Z") for pid in children):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert list((out / shards.UNFINISHED).glob("train-*.json"))
+    monkeypatch.setattr(shards, "SHARD_TOKENS", 50_000)
+    spec = DataSpec(source=str(source), tokenizer="bytes")
+    prepare_corpus(spec, out=out)
+    prepare_corpus(spec, out=tmp_path / "whole")
+    assert read_files(out) == read_files(tmp_path / "whole")
 
 
 MEASURE = """
     import sys
-    from qklab.data import DataSpec, prepare, workers
+    from qklab.data import DataSpec, prepare_corpus, shards, workers
+    shards.SHARD_TOKENS = 2**18
     def peak(process):
         return next(int(line.split()[1]) for line in open(f"/proc/{process}/status") if line.startswith("VmHWM"))
-    stop, before = workers.stop, peak("self")
-    def measured(process):
+    stop, before = workers.stop_worker, peak("self")
+    def measure_and_stop(process):
         print(peak(process.pid))
         stop(process)
-    workers.stop = measured
-    prepare(DataSpec(source=sys.argv[1], tokenizer=sys.argv[3]), out=sys.argv[2], workers=2)
+    workers.stop_worker = measure_and_stop
+    prepare_corpus(DataSpec(source=sys.argv[1], tokenizer="bytes"), out=sys.argv[2], workers=2)
     print(peak("self") - before)
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, documents: Callable[..., list[str]]) -> None:
-    path, block = tmp_path / "huge.txt", "\n".join(documents(5000, words=100))
-    with path.open("w") as file:
-        for i in range(90):
-            file.write(f"{i} {block[i:]}\n<|endoftext|>\n")
-    assert path.stat().st_size > 115e6
-    command = [sys.executable, "-c", textwrap.dedent(MEASURE), str(path), str(tmp_path / "out"), "bytes"]
+    path, block = tmp_path / "huge.txt", "\n".join(documents(1000, words=100))
+    path.write_text(join_documents(f"{i} {block[i:]}" for i in range(200)))
+    assert path.stat().st_size > 50e6
+    command = [sys.executable, "-c", textwrap.dedent(MEASURE), str(path), str(tmp_path / "out")]
     answer = subprocess.run(command, capture_output=True, text=True, check=True)
     *of_workers, grown = (1024 * int(line) for line in answer.stdout.split())
-    assert grown < 120e6
+    assert grown < 40e6
     assert len(of_workers) == 2
-    assert max(of_workers) < 120e6
+    assert max(of_workers) < 100e6

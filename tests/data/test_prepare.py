@@ -1,52 +1,38 @@
-"""Preparing a corpus: what ends up where, and that neither workers, kills nor repetition change a byte of it."""
+"""Preparing a corpus: what ends up where, and that neither workers nor repetition change a byte of it."""
 
-import importlib
 import json
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from corpora import join_documents, read_files, read_texts, spec_of, write_files
 
-from qklab.data import Corpus, DataError, DataSpec, Split, prepare, writing
+from qklab.data import Corpus, DataError, DataSpec, Split, prepare_corpus, shards
+from qklab.data import prepare as preparing
 from qklab.data.sources import find_source
 
-preparing = importlib.import_module("qklab.data.prepare")  # the name in the package is the function's
 SHARED = os.environ.get("QKLAB_DATA")
-
-
-def bytes_spec(source: Path, **more: Any) -> DataSpec:
-    return DataSpec(source=str(source), **{"tokenizer": "bytes", "valid": 0.1, "test": 0.1, **more})
-
-
-def contents(corpus: Corpus) -> dict[str, bytes]:
-    return {path.relative_to(corpus.folder).as_posix(): path.read_bytes() for path in corpus.folder.rglob("*")}
-
-
-def texts(corpus: Corpus, split: str) -> list[str]:
-    part = corpus.splits[split]
-    return [corpus.tokenizer.decode(part.read(start + 1, stop)) for start, stop in pairwise(part.starts.tolist())]
+Build = Callable[..., Corpus]
 
 
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "SHARD_TOKENS", 3000)
+    monkeypatch.setattr(shards, "SHARD_TOKENS", 3000)
 
 
 @pytest.mark.usefixtures("small_shards")
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
-def test_every_document_is_in_one_split_with_end_of_text_before_it(
-    folder: Path, tmp_path: Path, tokenizer: str
-) -> None:
-    corpus = prepare(bytes_spec(folder, tokenizer=tokenizer, vocab=300), out=tmp_path / "out")
-    original = [raw.decode() for raw, _, _ in find_source(str(folder)).documents()]
-    found = {split: texts(corpus, split) for split in ("train", "valid", "test")}
-    assert sorted(text for part in found.values() for text in part) == sorted(original)
+def test_every_document_is_in_one_split_with_end_of_text_before_it(folder: Path, build: Build, tokenizer: str) -> None:
+    corpus = build(folder, tokenizer=tokenizer, vocab=300)
+    original = [raw.decode() for raw, _, _ in find_source(str(folder)).read_documents()]
+    found = {split: read_texts(corpus, split) for split in ("train", "valid", "test")}
+    assert sorted(text for texts in found.values() for text in texts) == sorted(original)
     assert [text for text in original if text in set(found["train"])] == found["train"]
     assert 10 < len(found["valid"]) < 60
     for name, split in corpus.splits.items():
@@ -60,112 +46,113 @@ def test_every_document_is_in_one_split_with_end_of_text_before_it(
 
 
 @pytest.mark.usefixtures("small_shards")
-def test_reading_crosses_shards(folder: Path, tmp_path: Path) -> None:
-    split = prepare(bytes_spec(folder), out=tmp_path / "out").splits["train"]
+def test_reading_crosses_shards(folder: Path, build: Build) -> None:
+    split = build(folder).splits["train"]
     stream = split.read(0, split.tokens)
     assert len(split.borders) > 3
     for start, stop in [(0, 0), (0, 5), (2990, 3500), (100, split.tokens), (split.tokens - 3, split.tokens)]:
         assert split.read(start, stop).tolist() == stream[start:stop].tolist()
-    starts = np.array([0, 2950, split.tokens - 700, 17])
-    assert split.windows(starts, 700).tolist() == [stream[s : s + 700].tolist() for s in starts]
     for start, stop in [(-1, 4), (5, 4), (0, split.tokens + 1)]:
         with pytest.raises(DataError, match="were asked for"):
             split.read(start, stop)
-    with pytest.raises(DataError, match="were asked for"):
-        split.windows(np.array([split.tokens - 10]), 11)
     copy: Split = pickle.loads(pickle.dumps(split))
     assert copy.read(0, split.tokens).tolist() == stream.tolist()
 
 
 def test_splits_do_not_move_when_files_are_added(
-    folder: Path, tmp_path: Path, documents: Callable[..., list[str]]
+    folder: Path, build: Build, documents: Callable[..., list[str]]
 ) -> None:
-    before = prepare(bytes_spec(folder), out=tmp_path / "before")
-    (folder / "0-first.txt").write_text("".join(f"{text}\n<|endoftext|>\n" for text in documents(100, seed=9)))
-    after = prepare(bytes_spec(folder), out=tmp_path / "after")
+    before = build(folder)
+    (folder / "0-first.txt").write_text(join_documents(documents(100, seed=9)))
+    after = build(folder)
     for split in ("train", "valid", "test"):
-        assert set(texts(before, split)) <= set(texts(after, split))
+        assert set(read_texts(before, split)) <= set(read_texts(after, split))
     assert before.hash != after.hash
 
 
-def test_held_out_text_is_removed_from_training_and_repeats_are_counted(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    files = {"train": "a b both t t c", "valid": "v both v2", "test": "t v2"}
-    for name, words in files.items():
-        (source / f"{name}.txt").write_text(
-            "".join(f"{word}\n<|endoftext|>\n\n<|endoftext|>\n" for word in words.split())
-        )
-    (source / "train.1.txt").write_text("a\n<|endoftext|>\na")
-    corpus = prepare(bytes_spec(source), out=tmp_path / "out")
-    assert sorted(texts(corpus, "train")) == ["a", "a", "a", "b", "c"]
-    assert texts(corpus, "valid") == ["v", "both"]
-    assert texts(corpus, "test") == ["t", "v2"]
+def test_held_out_text_is_removed_from_training_and_repeats_are_counted(tmp_path: Path, build: Build) -> None:
+    words = {"train": "a b both t t c", "valid": "v both v2", "test": "t v2"}
+    files = {
+        f"{name}.txt": join_documents(f"{word}\n<|endoftext|>\n" for word in words[name].split()) for name in words
+    }
+    corpus = build(write_files(tmp_path / "source", {**files, "train.1.txt": "a\n<|endoftext|>\na"}))
+    assert sorted(read_texts(corpus, "train")) == ["a", "a", "a", "b", "c"]
+    assert read_texts(corpus, "valid") == ["v", "both"]
+    assert read_texts(corpus, "test") == ["t", "v2"]
     records = corpus.manifest["content"]["splits"]
     assert {split: records[split]["duplicates_removed"] for split in records} == {"train": 3, "valid": 1, "test": 0}
     assert {split: records[split]["repeats_kept"] for split in records} == {"train": 2, "valid": 0, "test": 0}
     assert corpus.manifest["source"]["empty_documents_skipped"] == 11
 
 
-def test_a_split_without_files_is_cut_off_training(tmp_path: Path, documents: Callable[..., list[str]]) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "train.txt").write_text("\n<|endoftext|>\n".join(documents(200)))
-    (source / "valid.txt").write_text("held out")
-    corpus = prepare(bytes_spec(source), out=tmp_path / "out")
-    assert texts(corpus, "valid") == ["held out"]
+def test_a_split_without_files_is_cut_off_training(
+    tmp_path: Path, build: Build, documents: Callable[..., list[str]]
+) -> None:
+    files = {"train.txt": join_documents(documents(200)), "valid.txt": "held out"}
+    source = write_files(tmp_path / "source", files)
+    corpus = build(source)
+    assert read_texts(corpus, "valid") == ["held out"]
     assert 5 < corpus.splits["test"].documents < 40
-    assert prepare(bytes_spec(source, test=0.0), out=tmp_path / "none").splits["test"].tokens == 0
+    assert build(source, test=0.0).splits["test"].tokens == 0
 
 
 @pytest.mark.usefixtures("small_shards")
-@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
-def test_workers_never_change_the_result(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: str
-) -> None:
+def test_workers_never_change_the_result(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparing, "FEW_BYTES", 0)
     monkeypatch.setattr(preparing, "BATCH_BYTES", 700)
-    spec = bytes_spec(folder, tokenizer=tokenizer, vocab=300)
-    one, two, three = (prepare(spec, out=tmp_path / str(n), workers=n) for n in (1, 2, 3))
-    assert contents(one) == contents(two) == contents(three)
+    spec = spec_of(folder, tokenizer="bpe", vocab=300)
+    one, three = (prepare_corpus(spec, out=tmp_path / str(n), workers=n) for n in (1, 3))
+    assert read_files(one.folder) == read_files(three.folder)
     with pytest.raises(DataError, match="workers must be at least 1, but 0 came"):
-        prepare(spec, workers=0)
+        prepare_corpus(spec, workers=0)
 
 
-def test_a_second_preparation_returns_at_once(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QKLAB_CACHE", str(tmp_path / "cache"))
-    first = prepare(bytes_spec(folder))
-    assert first.folder.parent == tmp_path / "cache" / "corpora"
+def test_a_second_preparation_returns_at_once(
+    folder: Path, cache_of_tests: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = prepare_corpus(spec_of(folder))
+    assert first.folder.parent == cache_of_tests / "corpora"
     assert "source-" in first.folder.name
     stamp = {path: path.stat().st_mtime_ns for path in first.folder.iterdir()}
-    monkeypatch.setattr(preparing, "build", lambda *_: pytest.fail("prepared again"))
-    monkeypatch.setattr("qklab.data.plan.selected", lambda *_: pytest.fail("read again"))
-    assert prepare(bytes_spec(folder)).hash == first.hash
+    monkeypatch.setattr(preparing, "build_corpus", lambda *_: pytest.fail("prepared again"))
+    monkeypatch.setattr("qklab.data.scan.select_documents", lambda *_: pytest.fail("read again"))
+    assert prepare_corpus(spec_of(folder)).hash == first.hash
     assert {path: path.stat().st_mtime_ns for path in first.folder.iterdir()} == stamp
-    assert prepare(DataSpec(source=str(first.folder))).hash == first.hash
+    assert prepare_corpus(DataSpec(source=str(first.folder))).hash == first.hash
 
 
-def test_a_folder_of_another_spec_or_of_something_else_is_refused(folder: Path, tmp_path: Path) -> None:
-    prepare(bytes_spec(folder), out=tmp_path / "out")
+def test_tests_keep_nothing_in_the_cache_of_the_user(folder: Path, cache_of_tests: Path) -> None:
+    program = f"from qklab.data import *; print(prepare_corpus(DataSpec(source={str(folder)!r})).folder)"
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    for prepared in (prepare_corpus(spec_of(folder)).folder, Path(answer.stdout.strip())):
+        assert prepared.is_relative_to(cache_of_tests)
+    assert not cache_of_tests.is_relative_to(Path.home() / ".cache")
+
+
+def test_a_folder_of_another_spec_or_of_something_else_is_refused(folder: Path, build: Build) -> None:
+    out = build(folder).folder
     with pytest.raises(DataError, match=r"prepared with tokenizer='bytes', but tokenizer='bpe' is asked for"):
-        prepare(bytes_spec(folder, tokenizer="bpe"), out=tmp_path / "out")
-    prepare(bytes_spec(folder, vocab=500), out=tmp_path / "out")  # bytes have no vocabulary to choose
+        prepare_corpus(spec_of(folder, tokenizer="bpe"), out=out)
+    prepare_corpus(spec_of(folder, vocab=500), out=out)  # bytes have no vocabulary to choose
     with pytest.raises(DataError, match="source is not empty and holds no corpus"):
-        prepare(bytes_spec(folder), out=folder)
+        prepare_corpus(spec_of(folder), out=folder)
     assert not (folder / "unfinished").exists()
 
 
-def test_a_changed_source_is_noticed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QKLAB_CACHE", str(tmp_path / "cache"))
-    first, cached = prepare(bytes_spec(folder), out=tmp_path / "out"), prepare(bytes_spec(folder))
+def test_a_changed_source_is_noticed_and_the_same_text_elsewhere_is_the_same(
+    folder: Path, tmp_path: Path, build: Build
+) -> None:
+    first, cached = build(folder), prepare_corpus(spec_of(folder))
+    shutil.copytree(folder, tmp_path / "copy")
+    assert build(tmp_path / "copy").hash == first.hash
     os.utime(folder / "a.txt")
-    assert prepare(bytes_spec(folder), out=tmp_path / "out").hash == first.hash  # only touched
+    assert prepare_corpus(spec_of(folder), out=first.folder).hash == first.hash  # only touched
     with (folder / "a.txt").open("a") as file:
         file.write("one more\n")
     with pytest.raises(DataError, match="the source has changed since"):
-        prepare(bytes_spec(folder), out=tmp_path / "out")
-    assert prepare(bytes_spec(folder)).folder != cached.folder
-    Corpus.open(tmp_path / "out").verify()
+        prepare_corpus(spec_of(folder), out=first.folder)
+    assert prepare_corpus(spec_of(folder)).folder != cached.folder
+    Corpus.open(first.folder).verify()
 
 
 @pytest.mark.parametrize(
@@ -179,70 +166,55 @@ def test_a_changed_source_is_noticed(folder: Path, tmp_path: Path, monkeypatch: 
     ],
 )
 def test_too_little_text_is_one_sentence(tmp_path: Path, files: dict[str, str], said: str) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    for name, text in files.items():
-        (source / name).write_text(text)
+    source = write_files(tmp_path / "source", files)
     with pytest.raises(DataError, match=said):
-        prepare(bytes_spec(source, test=0.0), out=tmp_path / "out")
+        prepare_corpus(spec_of(source, test=0.0), out=tmp_path / "out")
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
-def test_limit_bytes_ends_the_training_split(folder: Path, tmp_path: Path) -> None:
-    whole = prepare(bytes_spec(folder), out=tmp_path / "whole")
-    piece = prepare(bytes_spec(folder, limit_bytes=5000), out=tmp_path / "piece")
+def test_limit_bytes_ends_the_training_split(folder: Path, build: Build) -> None:
+    whole, piece = build(folder), build(folder, limit_bytes=5000)
     assert 4000 < piece.splits["train"].bytes <= 5000
-    assert texts(whole, "train")[: piece.splits["train"].documents] == texts(piece, "train")
+    assert read_texts(whole, "train")[: piece.splits["train"].documents] == read_texts(piece, "train")
 
 
 def test_a_large_vocabulary_is_stored_in_four_bytes(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qklab.data.encoder.token_dtype", lambda vocab: np.dtype("<u4"))
     monkeypatch.setattr("qklab.data.tokenizer.token_dtype", lambda vocab: np.dtype("<u4"))
-    corpus = prepare(bytes_spec(folder), out=tmp_path / "out")
+    corpus = build(folder)
     assert corpus.manifest["content"]["dtype"] == "uint32"
     monkeypatch.undo()
-    assert texts(corpus, "valid") == texts(prepare(bytes_spec(folder), out=tmp_path / "two"), "valid")
+    assert read_texts(corpus, "valid") == read_texts(build(folder), "valid")
 
 
-def test_the_manifest_says_what_is_there(folder: Path, tmp_path: Path) -> None:
-    corpus = prepare(bytes_spec(folder, tokenizer="bpe", vocab=300), out=tmp_path / "out")
-    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+def test_the_manifest_says_what_is_there(folder: Path, build: Build) -> None:
+    corpus = build(folder, tokenizer="bpe", vocab=300)
+    manifest = json.loads((corpus.folder / "manifest.json").read_text())
     assert manifest["format"] == 1
     assert manifest["content"]["dtype"] == "uint16"
-    assert manifest["content"]["tokenizer"] == {
-        "kind": "bpe",
-        "vocab": corpus.tokenizer.vocab,
-        "eot": corpus.tokenizer.eot,
-        "hash": corpus.tokenizer.hash,
-    }
+    tokenizer = {name: getattr(corpus.tokenizer, name) for name in ("vocab", "eot", "hash")}
+    assert manifest["content"]["tokenizer"] == {"kind": "bpe", **tokenizer}
     assert DataSpec.from_dict(manifest["spec"]).tokenizer == "bpe"
     assert [row[0] for row in manifest["source"]["files"]] == ["a.txt", "b.jsonl"]
     names = {"manifest.json", "tokenizer.json"}
     for split in manifest["content"]["splits"].values():
         names |= {split["starts"]["file"], *(shard["file"] for shard in split["shards"])}
         assert sum(shard["tokens"] for shard in split["shards"]) == split["tokens"]
-    assert {path.name for path in (tmp_path / "out").iterdir()} == names
-
-
-def test_the_same_text_elsewhere_is_the_same_corpus(folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(folder, tmp_path / "copy")
-    first, second = (prepare(bytes_spec(s), out=tmp_path / f"{s.name}-out") for s in (folder, tmp_path / "copy"))
-    assert first.hash == second.hash
+    assert {path.name for path in corpus.folder.iterdir()} == names
 
 
 def test_gpt2_is_looked_for_and_its_absence_told(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("QKLAB_DATA", raising=False)
     for tokenizer, where in (("gpt2", "in no folder, because"), (f"gpt2:{tmp_path}", str(tmp_path))):
         with pytest.raises(DataError, match=f"were looked for in.*{where}|were looked for {where}"):
-            prepare(bytes_spec(folder, tokenizer=tokenizer), out=tmp_path / "out")
+            prepare_corpus(spec_of(folder, tokenizer=tokenizer), out=tmp_path / "out")
 
 
 @pytest.mark.skipif(not SHARED, reason="QKLAB_DATA is not set")
 def test_a_piece_of_wikipedia_with_gpt2(tmp_path: Path) -> None:
     spec = DataSpec(source="wikipedia", tokenizer="gpt2", limit_bytes=500_000)
-    corpus = prepare(spec, out=tmp_path / "out", workers=2)
+    corpus = prepare_corpus(spec, out=tmp_path / "out", workers=2)
     assert corpus.tokenizer.vocab == 50257
     assert 430_000 < corpus.splits["valid"].tokens < 440_000
-    assert texts(corpus, "valid")[0].startswith("= Alan Garner =")
+    assert read_texts(corpus, "valid")[0].startswith("= Alan Garner =")

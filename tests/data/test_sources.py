@@ -2,34 +2,33 @@
 
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from corpora import write_files
 
-from qklab.data import DataError, DataSpec
-from qklab.data.sources import Stdlib, find_source, split_named
+from qklab import register
+from qklab.data import DataError, DataSpec, Document, Source, prepare_corpus
+from qklab.data.sources import Stdlib, find_source, parse_split_name
 from qklab.schema import SpecError
 
 
 def write(folder: Path, **files: str) -> Path:
-    for name, text in files.items():
-        path = folder / name.replace("__", "/").replace("_", ".")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return folder
+    return write_files(folder, {name.replace("__", "/").replace("_", "."): text for name, text in files.items()})
 
 
 def texts(source: Any) -> list[tuple[str | None, str]]:
-    return [(split, raw.decode()) for raw, split, _ in source.documents()]
+    return [(split, raw.decode()) for raw, split, _ in source.read_documents()]
 
 
 def test_a_folder_is_read_by_name_with_everything_under_it(tmp_path: Path) -> None:
     folder = write(tmp_path, b_txt="B", a__z_txt="Z", a__c_jsonl='{"text": "C"}', _hidden_txt="no", note_md="no")
     source = find_source(str(folder))
     assert texts(source) == [(None, "C"), (None, "Z"), (None, "B")]
-    assert [row[0] for row in source.listing()] == ["a/c.jsonl", "a/z.txt", "b.txt"]
-    assert source.size == sum(row[1] for row in source.listing())
+    assert [row[0] for row in source.list_contents()] == ["a/c.jsonl", "a/z.txt", "b.txt"]
+    assert source.size == sum(row[1] for row in source.list_contents())
 
 
 def test_files_named_for_splits_keep_them_and_held_out_text_comes_first(tmp_path: Path) -> None:
@@ -39,14 +38,12 @@ def test_files_named_for_splits_keep_them_and_held_out_text_comes_first(tmp_path
     assert source.splits == {"train", "valid", "test"}
 
 
-def test_a_stray_file_among_split_files_is_not_ignored(tmp_path: Path) -> None:
-    folder = write(tmp_path, train_txt="T", valid_txt="V", extra_txt="X")
+def test_a_stray_file_among_split_files_is_not_ignored_and_test_files_alone_are_no_splits(tmp_path: Path) -> None:
+    folder = write(tmp_path / "stray", train_txt="T", valid_txt="V", extra_txt="X")
     with pytest.raises(DataError, match=r"also extra\.txt; name it train…"):
         find_source(str(folder))
-
-
-def test_test_files_alone_are_no_splits(tmp_path: Path) -> None:
-    assert texts(find_source(str(write(tmp_path, test_a_txt="A", other_txt="O")))) == [(None, "O"), (None, "A")]
+    folder = write(tmp_path / "alone", test_a_txt="A", other_txt="O")
+    assert texts(find_source(str(folder))) == [(None, "O"), (None, "A")]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +61,7 @@ def test_test_files_alone_are_no_splits(tmp_path: Path) -> None:
     ],
 )
 def test_names_of_splits(name: str, split: str | None) -> None:
-    assert split_named(name) == split
+    assert parse_split_name(name) == split
 
 
 def test_corpora_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,12 +96,12 @@ def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
 
 def test_the_python_that_runs_this_is_a_corpus() -> None:
     source = Stdlib()
-    found = list(source.documents())
-    assert found == list(Stdlib().documents())
+    found = list(source.read_documents())
+    assert found == list(Stdlib().read_documents())
     size = sum(len(raw) for raw, _, _ in found)
     assert 4e6 < size < 4e7
     assert len(found) > 300
-    names = [row[0] for row in source.listing()]
+    names = [row[0] for row in source.list_contents()]
     assert "argparse.py" in names
     assert not [name for name in names if "site-packages" in name or name.startswith("test/")]
     assert any(b'The "if" statement' in raw.replace(b"\n", b" ") for raw, _, _ in found[-200:])
@@ -116,7 +113,7 @@ def test_a_python_without_sources_is_told(tmp_path: Path, monkeypatch: pytest.Mo
         Stdlib()
     (tmp_path / "a.py").write_bytes(b"# latin \xe9\n")
     (tmp_path / "b.py").write_bytes(b"# fine\n")
-    assert next(Stdlib().documents()).raw == b"# fine\n"
+    assert next(Stdlib().read_documents()).raw == b"# fine\n"
 
 
 class Rows(list[dict[str, Any]]):
@@ -157,13 +154,39 @@ def test_datasets_of_the_hub(hub: list[tuple[str, ...]]) -> None:
         find_source("hf:")
 
 
-def test_a_dataset_without_text_is_told(hub: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_registers_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(register.source, "entries", dict(register.source.entries))
+
+    @register.source("numbers")
+    class Numbers(Source):
+        splits = frozenset({"train", "valid"})
+
+        def __init__(self, name: str):
+            super().__init__(name)
+            self.size = int(name.partition(":")[2])
+
+        def list_contents(self) -> list[list[Any]]:
+            return [["numbers", self.size, 0]]
+
+        def read_documents(self) -> Iterator[Document]:
+            yield Document(b"held out", "valid", 0)
+            yield from (Document(f"number {i}".encode(), "train", i) for i in range(self.size))
+
+    corpus = prepare_corpus(DataSpec(source="numbers:9", tokenizer="bytes", test=0), out=tmp_path)
+    assert [split.documents for split in corpus.splits.values()] == [9, 1, 0]
+    assert corpus.manifest["source"]["name"] == "numbers:9"
+    with pytest.raises(DataError, match=r"no source 'numberz:9' \(did you mean 'numbers'\?\)"):
+        find_source("numberz:9")
+    with pytest.raises(DataError, match="stdlib takes nothing after its name, but stdlib:9 came"):
+        find_source("stdlib:9")
+
+
+def test_a_dataset_without_text_or_without_its_package_is_told(
+    hub: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Rows, "column_names", ("body",))
     with pytest.raises(DataError, match=r"must have a column 'text', but its split .* has body"):
         find_source("hf:wiki/small")
-
-
-def test_without_datasets_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match="through datasets, which is missing; pip install datasets"):
         find_source("hf:wiki/small")
@@ -174,9 +197,9 @@ def test_without_datasets_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"tokenizer": "bep"}, r"tokenizer must be 'bytes', 'bpe', 'gpt2' or 'gpt2:FOLDER' \(did you mean 'bpe'\?\)"),
         ({"vocab": 256}, "vocab must be a whole number from 257"),
-        ({"valid": 0.6}, "valid must be a number from 0 to 0.5"),
-        ({"test": float("nan")}, "test must be a number from 0 to 0.5"),
-        ({"source": ""}, "source must be a file, a folder, 'stdlib'"),
+        ({"valid": 0.6}, "valid must be a finite number at least 0 and at most 0.5"),
+        ({"test": float("nan")}, "test must be a finite number at least 0 and at most 0.5"),
+        ({"source": ""}, "source must be a text that is not empty"),
         ({"limit_bytes": 0}, "limit_bytes must be a whole number from 1"),
     ],
 )

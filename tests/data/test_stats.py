@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qklab.data import Corpus, DataSpec, prepare
-from qklab.data.report import found_corpus, prepared_text, stats_dict, stats_text, verified_text
-from qklab.data.stats import entropy, jensen_shannon, length_quantiles, spread
+from qklab.cli import main
+from qklab.data import Corpus, DataSpec, prepare_corpus
+from qklab.data.stats import entropy, jensen_shannon, length_quantiles, measure_corpus, sample_documents
 
 
 def made(tmp_path: Path, name: str, vocabularies: int, documents: int = 200, words: int = 400) -> Corpus:
@@ -21,7 +21,7 @@ def made(tmp_path: Path, name: str, vocabularies: int, documents: int = 200, wor
     texts = [" ".join(chance.choices(spoken[i % vocabularies], k=words)) for i in range(documents)]
     path = tmp_path / f"{name}.txt"
     path.write_text("\n<|endoftext|>\n".join(texts))
-    return prepare(DataSpec(source=str(path), vocab=600, valid=0.1), out=tmp_path / name)
+    return prepare_corpus(DataSpec(source=str(path), vocab=600, valid=0.1), out=tmp_path / name)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def test_divergence_of_known_distributions() -> None:
 
 
 def test_every_measure_tells_different_documents_from_alike_ones(corpora: tuple[Corpus, Corpus]) -> None:
-    alike, different = map(stats_dict, corpora)
+    alike, different = map(measure_corpus, corpora)
     for kind in ("topic", "style"):
         gaps = [stats["divergence"][kind]["gap"] for stats in (alike, different)]
         assert abs(gaps[0]["mean"]) < 4 * gaps[0]["standard_error"]  # no bias where there is no difference
@@ -50,7 +50,7 @@ def test_every_measure_tells_different_documents_from_alike_ones(corpora: tuple[
 
 def test_counts_agree_with_the_corpus(corpora: tuple[Corpus, Corpus]) -> None:
     corpus = corpora[0]
-    stats = stats_dict(corpus)
+    stats = measure_corpus(corpus)
     train = corpus.splits["train"]
     text_tokens = train.tokens - train.documents
     assert stats["splits"]["train"]["bytes_per_token"] == pytest.approx(train.bytes / text_tokens)
@@ -67,54 +67,57 @@ def texts_of(corpus: Corpus) -> list[str]:
     return corpus.tokenizer.decode(train.read(0, train.tokens)).split("<|endoftext|>")
 
 
-def test_statistics_are_deterministic(corpora: tuple[Corpus, Corpus]) -> None:
-    assert stats_dict(corpora[1]) == stats_dict(Corpus.open(corpora[1].folder))
-
-
 def test_the_sample_is_spread_over_the_split_and_shuffled(corpora: tuple[Corpus, Corpus]) -> None:
     train = corpora[0].splits["train"]
-    chosen = spread(train, 10)
+    chosen = sample_documents(train, 10)
     assert len(set(chosen.tolist())) == 10
     assert sorted(chosen.tolist()) != chosen.tolist()
     assert np.diff(np.sort(chosen)).max() <= train.documents / 10 + 1
-    assert len(spread(train, 10**6)) == train.documents
-    assert len(spread(train, 10, at_least=10**9)) == 0
+    assert len(sample_documents(train, 10**6)) == train.documents
+    assert len(sample_documents(train, 10, at_least=10**9)) == 0
 
 
 def test_tiny_corpora_have_counts_but_no_measures(tmp_path: Path) -> None:
     path = tmp_path / "tiny.txt"
     path.write_text("\n<|endoftext|>\n".join("abcdefghijklmnopqrstuvwxyz"))
-    corpus = prepare(DataSpec(source=str(path), tokenizer="bytes", valid=0.3, test=0.0), out=tmp_path / "out")
-    stats = stats_dict(corpus)
+    corpus = prepare_corpus(DataSpec(source=str(path), tokenizer="bytes", valid=0.3, test=0.0), out=tmp_path / "out")
+    stats = measure_corpus(corpus)
     assert (stats["divergence"], stats["vocabulary"], stats["compression"]) == (None, None, None)
     assert length_quantiles(corpus.splits["test"]) is None
     assert stats["splits"]["test"]["bytes_per_token"] is None
-    assert "too few or too short documents" in stats_text(stats)
 
 
-def test_what_the_commands_say(corpora: tuple[Corpus, Corpus], tmp_path: Path) -> None:
+def say(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    with pytest.raises(SystemExit) as stop:
+        main(["data", *map(str, words)])
+    assert stop.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_what_the_commands_say(
+    corpora: tuple[Corpus, Corpus], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     corpus = corpora[1]
-    assert str(corpus.folder) in prepared_text(corpus)
-    assert f"{corpus.splits['train'].tokens:,} tokens" in prepared_text(corpus)
-    assert "are as the manifest says" in verified_text(corpus.folder)
-    text = stats_text(stats_dict(corpus))
-    for part in ("bytes/token", "tokens per document", "divergence in style", "V(n)", "compression gain"):
-        assert part in text
-    assert found_corpus(str(corpus.folder)).hash == corpus.hash
-
-
-def test_a_source_is_prepared_to_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QKLAB_CACHE", str(tmp_path / "cache"))
+    assert "are as the manifest says" in say(capsys, "verify", corpus.folder)
+    text = say(capsys, "stats", corpus.folder)
+    for words in ("bytes/token", "tokens per document", "divergence in style", "V(n)", "compression gain"):
+        assert words in text
+    assert json.loads(say(capsys, "stats", corpus.folder, "--json")) == measure_corpus(corpus)  # deterministic, too
     (tmp_path / "poems.txt").write_text("\n<|endoftext|>\n".join(f"poem {i}" for i in range(100)))
-    corpus = found_corpus("poems.txt", DataSpec(tokenizer="bytes"), data=tmp_path)
-    assert corpus.manifest["source"]["name"] == "poems.txt"
+    out = ("--tokenizer", "bytes", "--data", tmp_path)
+    text = say(capsys, "prepare", "poems.txt", *out, "--out", tmp_path / "prepared")
+    assert text.startswith(str(tmp_path / "prepared"))
+    assert f"{Corpus.open(tmp_path / 'prepared').splits['train'].tokens:,} tokens" in text
+    text = say(capsys, "stats", "poems.txt", *out)
+    assert text.startswith("poems.txt: bytes of 257")
+    assert "too few or too short documents" in text
 
 
 def test_progress_in_plain_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr("qklab.data.progress.PLAIN_EVERY", 0.0)
     (tmp_path / "poems.txt").write_text("\n<|endoftext|>\n".join(f"poem {i}" * 1000 for i in range(300)))
     spec = DataSpec(source=str(tmp_path / "poems.txt"), tokenizer="bytes")
-    prepare(spec, out=tmp_path / "out", progress=True, workers=1)
+    prepare_corpus(spec, out=tmp_path / "out", progress=True, workers=1)
     said = capsys.readouterr()
     assert said.out == ""
     assert "tokenising: 2 of 2 MB, about" in said.err
@@ -124,5 +127,5 @@ def test_progress_in_plain_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_progress_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     (tmp_path / "poems.txt").write_text("\n<|endoftext|>\n".join(f"poem {i}" for i in range(300)))
-    prepare(DataSpec(source=str(tmp_path / "poems.txt"), vocab=260), out=tmp_path / "out", progress=True)
+    prepare_corpus(DataSpec(source=str(tmp_path / "poems.txt"), vocab=260), out=tmp_path / "out", progress=True)
     assert "training a BPE of 260 tokens" in capsys.readouterr().err

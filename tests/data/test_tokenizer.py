@@ -6,11 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from qklab.data import DataError, Tokenizer, encoder
-from qklab.data.workers import trained_definition
+from qklab.data import DataError, Tokenizer
+from qklab.data import tokenizer as subject
+from qklab.data.tokenizer import ChunkCache, build_bpe, train_bpe
 
 SHARED = os.environ.get("QKLAB_DATA")
 # "\x1c" and "\x1f" are white space to Python but not to GPT-2's pattern, so that tokens are learnt across them
@@ -22,7 +23,7 @@ TEXT = (
 
 @pytest.fixture(scope="module")
 def bpe() -> Tokenizer:
-    return Tokenizer(trained_definition([[TEXT.encode()]], 400))
+    return Tokenizer(train_bpe(iter([TEXT]), 400))
 
 
 @pytest.fixture(scope="module", params=["bytes", "bpe"])
@@ -39,14 +40,10 @@ texts = st.lists(st.one_of(spaces, words, st.characters(codec="utf-8")), max_siz
 
 @settings(max_examples=400, deadline=None)
 @given(text=texts)
+@example(text=TEXT)
 def test_cutting_into_cached_chunks_changes_no_token(bpe: Tokenizer, text: str) -> None:
-    whole = encoder.byte_level(bpe.definition).encode(text, add_special_tokens=False).ids
+    whole = build_bpe(bpe.definition).encode(text, add_special_tokens=False).ids
     assert bpe.encode([text])[0].tolist() == whole
-
-
-def test_ordinary_text_is_cut_as_the_pattern_says(bpe: Tokenizer) -> None:
-    whole = encoder.byte_level(bpe.definition).encode(TEXT, add_special_tokens=False).ids
-    assert bpe.encode([TEXT])[0].tolist() == whole
 
 
 @settings(max_examples=100, deadline=None)
@@ -59,33 +56,32 @@ def test_every_text_comes_back_and_every_byte_is_counted(tokenizer: Tokenizer, t
 
 
 def test_a_full_cache_forgets_without_changing_tokens(bpe: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoder, "CACHED_CHUNKS", 4)
+    monkeypatch.setattr(subject, "CACHED_CHUNKS", 4)
     small = Tokenizer(bpe.definition)
     assert small.encode([TEXT])[0].tolist() == bpe.encode([TEXT])[0].tolist()
-    chunks = encoder.Chunks(bpe.definition)
+    chunks = ChunkCache(bpe.definition, bpe.dtype)
     for i in range(100):
         assert chunks[f" word{i}"]
     assert len(chunks) <= 4
     assert len(chunks.past) <= 4
 
 
-def test_the_end_of_text_string_is_text(tokenizer: Tokenizer) -> None:
+def test_the_end_of_text_string_is_text_and_its_token_stands_for_nothing(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(["a <|endoftext|> b"])[0]
     assert tokenizer.eot not in ids
     assert tokenizer.decode(ids) == "a <|endoftext|> b"
     assert tokenizer.decode([tokenizer.eot]) == "<|endoftext|>"
-
-
-def test_end_of_text_is_last_and_stands_for_nothing(tokenizer: Tokenizer) -> None:
     assert tokenizer.eot == tokenizer.vocab - 1
     assert tokenizer.byte_lengths[tokenizer.eot] == 0
     assert tokenizer.byte_lengths[:-1].min() >= 1
 
 
-def test_decoding_never_fails(tokenizer: Tokenizer) -> None:
+def test_decoding_never_fails_and_encoding_wants_a_list(tokenizer: Tokenizer) -> None:
     half = tokenizer.encode(["世"])[0][:1] if tokenizer.vocab == 257 else np.array([tokenizer.vocab + 5])
     assert tokenizer.decode(half) == "\ufffd"
     assert tokenizer.decode([-1]) == "\ufffd"
+    with pytest.raises(DataError, match=r"write encode\(\[text\]\)"):
+        tokenizer.encode("abc")
 
 
 def test_save_and_load(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -96,13 +92,10 @@ def test_save_and_load(tokenizer: Tokenizer, tmp_path: Path) -> None:
 
 
 def test_training_is_repeatable_and_hashes_tell_tokenizers_apart(bpe: Tokenizer) -> None:
-    again = Tokenizer(trained_definition([[TEXT.encode()]], 400))
+    again = Tokenizer(train_bpe(iter([TEXT]), 400))
     assert again.hash == bpe.hash
-    assert Tokenizer(trained_definition([[TEXT.encode()]], 300)).hash != bpe.hash
+    assert Tokenizer(train_bpe(iter([TEXT]), 300)).hash != bpe.hash
     assert Tokenizer.bytes().hash != bpe.hash
-
-
-def test_a_trained_vocabulary_has_every_byte_and_at_most_the_size_asked_for(bpe: Tokenizer) -> None:
     assert {bytes([b]) for b in range(256)} <= set(bpe.pieces)
     assert bpe.vocab <= 400
     assert len(bpe.encode(["the cat"])[0]) < 7
@@ -117,18 +110,13 @@ def test_a_damaged_tokenizer_is_one_sentence(tmp_path: Path, content: str) -> No
         Tokenizer.load(tmp_path / "missing.json")
 
 
-def test_one_text_instead_of_a_list_is_told(tokenizer: Tokenizer) -> None:
-    with pytest.raises(DataError, match=r"write encode\(\[text\]\)"):
-        tokenizer.encode("abc")
-
-
 @pytest.mark.skipif(not SHARED, reason="QKLAB_DATA is not set")
 def test_gpt2() -> None:
     tokenizer = Tokenizer.gpt2(Path(SHARED or "") / "gpt2")
     assert (tokenizer.vocab, tokenizer.eot) == (50257, 50256)
     assert tokenizer.encode(["Hello world"])[0].tolist() == [15496, 995]
     assert tokenizer.dtype == np.uint16
-    whole = encoder.byte_level(tokenizer.definition).encode(TEXT, add_special_tokens=False).ids
+    whole = build_bpe(tokenizer.definition).encode(TEXT, add_special_tokens=False).ids
     assert tokenizer.encode([TEXT])[0].tolist() == whole
 
 

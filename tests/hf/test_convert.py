@@ -14,31 +14,24 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from small_models import SHAPE, TOKENS, tiny, token_ids
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     Cache,
     DynamicCache,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
-    MistralConfig,
     PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
     StaticCache,
     Trainer,
     TrainingArguments,
 )
 
-from qklab import CouplingSpec
-from qklab.attention.couple import COUPLINGS
+from qklab import CouplingSpec, register
 from qklab.hf.convert import (
-    FAMILIES,
     Report,
     cache_bytes,
     conversion_of,
@@ -49,69 +42,9 @@ from qklab.hf.convert import (
     save_adapter,
 )
 from qklab.hf.convert.cache import Shared
+from qklab.hf.families import convertible_families
 
-WINDOW = 6
-TOKENS = 11  # more than the window
-IDS = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
-SHAPE: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-    **IDS,
-}
-MIXED = ["sliding_attention", "full_attention"]
-GEMMA: dict[str, Any] = {**SHAPE, "sliding_window": WINDOW, "query_pre_attn_scalar": 8, "layer_types": MIXED}
-UNGROUPED: dict[str, Any] = {n: v for n, v in SHAPE.items() if n not in ("num_key_value_heads", "head_dim")}
-GPT2_SHAPE: dict[str, Any] = {
-    "vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.2, **IDS,
-}  # fmt: skip
-
-
-def configuration(family: str) -> Any:
-    match family:
-        case "llama":
-            return LlamaConfig(**SHAPE)
-        case "mistral":
-            return MistralConfig(**SHAPE, sliding_window=WINDOW)
-        case "qwen2":
-            shape = {n: v for n, v in SHAPE.items() if n != "head_dim"}
-            return Qwen2Config(**shape, use_sliding_window=True, sliding_window=WINDOW, layer_types=MIXED)
-        case "qwen3":
-            return Qwen3Config(**SHAPE)
-        case "gpt2":
-            return GPT2Config(**GPT2_SHAPE)
-        case "gpt_neox":
-            rope = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
-            return GPTNeoXConfig(**UNGROUPED, rope_parameters=rope)
-        case "gemma2":
-            return Gemma2Config(**GEMMA)
-        case "gemma3_text":
-            return Gemma3TextConfig(**GEMMA)
-    raise AssertionError(family)
-
-
-def tiny(family: str, **changes: Any) -> Any:
-    """A random model with biases and gains that are not at their defaults."""
-    torch.manual_seed(0)
-    config = configuration(family)
-    for name, value in changes.items():
-        setattr(config, name, value)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager" if family == "gemma2" else "sdpa")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias") or "norm" in name or ".ln_" in name:
-                parameter.add_(0.3 * torch.randn_like(parameter))
-    return model.eval()
-
-
-def ids(rows: int = 2, tokens: int = TOKENS, seed: int = 1) -> Tensor:
-    return torch.randint(3, 61, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+FAMILIES = convertible_families()
 
 
 @torch.no_grad()
@@ -155,21 +88,21 @@ def test_a_coupling_starts_as_nothing(family: str, dtype: torch.dtype) -> None:
         model = tiny(family).to(dtype)
         names = list(model.state_dict())
         attention = type(next(iter(FAMILIES[family].layers(model).values())))
-        before = logits(model, ids())
-        for kind in COUPLINGS:
+        before = logits(model, token_ids())
+        for kind in register.coupling:
             sharing = "per-head" if kind in ("leapfrog", "affine") else "per-layer"
             report = convert(model, coupling=CouplingSpec(kind=kind, init="identity", force_sharing=sharing))  # pyright: ignore[reportArgumentType]
-            assert torch.equal(logits(model, ids()), before), kind
-            assert torch.equal(logits(model, ids(), use_cache=False), before), kind
+            assert torch.equal(logits(model, token_ids()), before), kind
+            assert torch.equal(logits(model, token_ids(), use_cache=False), before), kind
             new = [name for name in model.state_dict() if name not in names]
             assert new, kind
             assert all(".couple." in name for name in new)
             assert all(model.state_dict()[name].dtype == dtype for name in new)
             assert report.inserted == sum(model.get_parameter(name).numel() for name in new)
             shake(model)
-            assert not torch.allclose(logits(model, ids()), before, atol=1e-3), kind
+            assert not torch.allclose(logits(model, token_ids()), before, atol=1e-3), kind
             revert(model)
-            assert torch.equal(logits(model, ids()), before)
+            assert torch.equal(logits(model, token_ids()), before)
             assert list(model.state_dict()) == names
             assert all(type(layer) is attention for layer in FAMILIES[family].layers(model).values())
             assert conversion_of(model) is None
@@ -180,12 +113,12 @@ def test_dropout_stays(family: str) -> None:
     dropout = {"attn_pdrop": 0.5, "resid_pdrop": 0.5} if family == "gpt2" else {"attention_dropout": 0.5}
     model = tiny(family, **dropout).train()
     torch.manual_seed(0)
-    before = logits(model, ids())
-    assert not torch.equal(logits(model, ids()), before)
+    before = logits(model, token_ids())
+    assert not torch.equal(logits(model, token_ids()), before)
     convert(model, coupling="leapfrog")
     assert all(module.training for module in model.modules())
     torch.manual_seed(0)
-    assert torch.equal(logits(model, ids()), before)
+    assert torch.equal(logits(model, token_ids()), before)
 
 
 def test_only_the_coupling_trains() -> None:
@@ -241,13 +174,13 @@ def test_inserted_parameters_of_published_sizes() -> None:
 def test_the_order_of_stages() -> None:
     """Coupling acts before the family's own norm and before rotation: with k⁺ = c·k, Qwen3's norm undoes the factor."""
     model = tiny("qwen3")
-    before = logits(model, ids())
+    before = logits(model, token_ids())
     convert(model, coupling="affine")
     for name, parameter in model.named_parameters():
         if name.endswith("key_outer.bias"):
             width = parameter.shape[0] // 2
             parameter.data[:width] = 0.5  # a scale of every entry alike
-    near(logits(model, ids()), before)
+    near(logits(model, token_ids()), before)
 
 
 # Generation
@@ -273,7 +206,7 @@ def test_cached_is_uncached(family: str, option: str) -> None:
     model = tiny(family)
     convert(model, **OPTIONS[option])
     shake(model)
-    tokens = ids()
+    tokens = token_ids()
     whole = logits(model, tokens, use_cache=False)
     caches: list[Any] = [DynamicCache(config=model.config), DynamicCache()]
     for past in caches:
@@ -316,8 +249,8 @@ def test_a_cache_under_autocast() -> None:
     model = tiny("llama")
     convert(model, share="k=v")
     with without_onednn(), torch.autocast("cpu", torch.bfloat16):
-        whole = logits(model, ids(), use_cache=False)
-        got = step_by_step(model, ids(), DynamicCache())
+        whole = logits(model, token_ids(), use_cache=False)
+        got = step_by_step(model, token_ids(), DynamicCache())
     torch.testing.assert_close(got, whole, rtol=0.05, atol=0.05)
 
 
@@ -325,7 +258,7 @@ def test_a_cache_under_autocast() -> None:
 def test_prompt_lookup_is_greedy(family: str) -> None:
     model = tiny(family)
     convert(model, share="k=v")
-    prompt = ids(1, 5).repeat(1, 3)
+    prompt = token_ids(1, 5).repeat(1, 3)
     settings: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
     assert torch.equal(
         model.generate(prompt, prompt_lookup_num_tokens=3, **settings), model.generate(prompt, **settings)
@@ -339,7 +272,7 @@ def test_a_shared_cache_owns_half(family: str, static: bool) -> None:
         cache: Any = (
             StaticCache(config=model.config, max_cache_len=TOKENS) if static else DynamicCache(config=model.config)
         )
-        logits(model, ids(), past_key_values=cache)
+        logits(model, token_ids(), past_key_values=cache)
         return cache
 
     model = tiny(family)
@@ -357,16 +290,16 @@ def test_a_shared_cache_owns_half(family: str, static: bool) -> None:
 def test_filled_and_foreign_caches_are_refused() -> None:
     model = tiny("llama")
     cache = DynamicCache()
-    logits(model, ids(), past_key_values=cache)
+    logits(model, token_ids(), past_key_values=cache)
     convert(model, share="k=v")
     with pytest.raises(ValueError, match="filled by a model with separate keys and values"):
-        logits(model, ids(), past_key_values=cache)
+        logits(model, token_ids(), past_key_values=cache)
 
     class Odd(transformers.cache_utils.DynamicLayer):
         pass
 
     with pytest.raises(ValueError, match="cannot use a cache of Odd"):
-        logits(model, ids(), past_key_values=Cache(layer_class_to_replicate=Odd))
+        logits(model, token_ids(), past_key_values=Cache(layer_class_to_replicate=Odd))
 
 
 # Sharing and merging: what can be exact is exact
@@ -382,11 +315,11 @@ def tie_values(model: PreTrainedModel) -> None:
     torch.manual_seed(3)
     family = FAMILIES[model.config.model_type]
     for layer in layers_of(model):
-        weights = family.layout.read(layer, family.width(layer))
+        weights = family.read(layer)
         assert weights.v is not None
         maps = torch.randn(weights.k.shape[0], weights.k.shape[1], weights.k.shape[1]) / weights.k.shape[1] ** 0.5
         weights.v = maps.to(weights.k) @ weights.k
-        family.layout.write(layer, weights)
+        family.write(layer, weights)
 
 
 @family
@@ -394,9 +327,9 @@ def tie_values(model: PreTrainedModel) -> None:
 def test_values_that_follow_from_keys_are_shared_without_loss(family: str, calibrated: bool) -> None:
     model = tiny(family).double()
     tie_values(model)
-    before = logits(model, ids())
-    report = convert(model, share="k=v", calibration=ids(seed=2, rows=8) if calibrated else None)
-    moved = (logits(model, ids()) - before).norm() / before.norm()
+    before = logits(model, token_ids())
+    report = convert(model, share="k=v", calibration=token_ids(seed=2, rows=8) if calibrated else None)
+    moved = (logits(model, token_ids()) - before).norm() / before.norm()
     errors = [max(layer.keys or 0, layer.values or 0) for layer in report.layers]
     assert max(errors) < 0.02  # what the fit gives up so that rounding of the cache does no harm
     assert moved < 0.02
@@ -409,7 +342,7 @@ def test_sharing_reports_what_happens(family: str) -> None:
     """The reported errors of keys, values and output are those of the layers before and after."""
     model = tiny(family)
     old = copy.deepcopy(model)
-    text = ids(rows=6, seed=2)
+    text = token_ids(rows=6, seed=2)
     report = convert(model, share="k=v", calibration=text)
     kind = FAMILIES[family]
     caught: list[Any] = []
@@ -419,11 +352,10 @@ def test_sharing_reports_what_happens(family: str) -> None:
     handle.remove()
     args, kwargs, wanted = caught[0]
     x = args[0] if args else kwargs["hidden_states"]
-    width = kind.width(first)
     with torch.no_grad():
         got = second(*args, **kwargs)[0]
-        _, k, v = kind.layout.project(first, x, width)
-        _, s, none = kind.layout.project(second, x, width)
+        _, k, v = kind.project(first, x)
+        _, s, none = kind.project(second, x)
     assert none is None
     assert v is not None
     layer = report.layers[0]
@@ -437,7 +369,7 @@ def test_sharing_reports_what_happens(family: str) -> None:
 
 def test_later_layers_are_fitted_to_converted_ones() -> None:
     """The second layer's errors are those on what the converted first layer gives, not on what the original gave."""
-    text = ids(rows=6, seed=2)
+    text = token_ids(rows=6, seed=2)
     model = tiny("llama")
     old = copy.deepcopy(model)
     report = convert(model, share="k=v", calibration=text)
@@ -455,7 +387,7 @@ def test_later_layers_are_fitted_to_converted_ones() -> None:
 
 
 def test_padding_does_not_count_in_calibration() -> None:
-    text = ids(rows=3, seed=2)
+    text = token_ids(rows=3, seed=2)
     padded = torch.cat([torch.full((3, 4), 5), text], 1)
     mask = torch.ones_like(padded)
     mask[:, :4] = 0
@@ -486,7 +418,7 @@ def test_merging_heads(family: str, merge: Any, share: Any) -> None:
     tie_values(model)
     kind = FAMILIES[family]
     for layer in layers_of(model):
-        weights = kind.layout.read(layer, 8)
+        weights = kind.read(layer)
         assert weights.v is not None
         maps, turns = torch.eye(8).expand(4, 8, 8), torch.eye(8).expand(4, 8, 8)
         if merge == "least-squares":
@@ -496,22 +428,22 @@ def test_merging_heads(family: str, merge: Any, share: Any) -> None:
         weights.k, weights.v = turns @ weights.k[0], maps @ weights.v[0]
         if weights.k_bias is not None and weights.v_bias is not None:
             weights.k_bias, weights.v_bias = turns @ weights.k_bias[0], maps @ weights.v_bias[0]
-        kind.layout.write(layer, weights)
-    before = logits(model, ids())
-    report = convert(model, kv_heads=2, merge=merge, share=share, calibration=ids(rows=8, seed=2))
+        kind.write(layer, weights)
+    before = logits(model, token_ids())
+    report = convert(model, kv_heads=2, merge=merge, share=share, calibration=token_ids(rows=8, seed=2))
     assert model.config.num_key_value_heads == 2
     assert layers_of(model)[0].num_key_value_groups == 2
     assert layers_of(model)[0].k_proj.weight.shape == (16, 32)
-    moved = (logits(model, ids()) - before).norm() / before.norm()
+    moved = (logits(model, token_ids()) - before).norm() / before.norm()
     assert moved < (0.02 if share else 1e-6)
     assert report.cache_share == (0.25 if share else 0.5)
-    cached = step_by_step(model, ids(), DynamicCache())
-    near(cached, logits(model, ids(), use_cache=False))
+    cached = step_by_step(model, token_ids(), DynamicCache())
+    near(cached, logits(model, token_ids(), use_cache=False))
 
 
 @pytest.mark.parametrize("family", GROUPED)
 def test_least_squares_merges_better_than_the_mean(family: str) -> None:
-    text = ids(rows=6, seed=2)
+    text = token_ids(rows=6, seed=2)
     errors: dict[str, Any] = {}
     for merge in ("mean", "least-squares"):
         model = tiny(family, num_key_value_heads=4)
@@ -539,9 +471,9 @@ def test_merged_models_stay_plain(tmp_path: Path) -> None:
     convert(model, kv_heads=1)
     model.save_pretrained(tmp_path)
     plain = LlamaForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(logits(plain, ids()), logits(model, ids()))
+    assert torch.equal(logits(plain, token_ids()), logits(model, token_ids()))
     again = load(tmp_path)
-    assert torch.equal(logits(again, ids()), logits(model, ids()))
+    assert torch.equal(logits(again, token_ids()), logits(model, token_ids()))
     convert(again, coupling="leapfrog")
     revert(again)
     assert conversion_of(again) == conversion_of(model)
@@ -551,14 +483,14 @@ def test_merged_models_stay_plain(tmp_path: Path) -> None:
 
 def test_conversions_in_turn_are_reverted_in_turn() -> None:
     model = tiny("llama")
-    before = logits(model, ids())
+    before = logits(model, token_ids())
     convert(model, kv_heads=1, keep_original=True)
-    merged = logits(model, ids())
+    merged = logits(model, token_ids())
     convert(model, share="k=v", keep_original=True)
     revert(model)
-    assert torch.equal(logits(model, ids()), merged)
+    assert torch.equal(logits(model, token_ids()), merged)
     revert(model)
-    assert torch.equal(logits(model, ids()), before)
+    assert torch.equal(logits(model, token_ids()), before)
     assert conversion_of(model) is None
 
 
@@ -567,7 +499,9 @@ def test_a_copy_stands_alone() -> None:
     convert(model, coupling="leapfrog", share="k=v")
     shake(model)
     other = copy.deepcopy(model)
-    assert torch.equal(step_by_step(other, ids(), DynamicCache()), step_by_step(model, ids(), DynamicCache()))
+    assert torch.equal(
+        step_by_step(other, token_ids(), DynamicCache()), step_by_step(model, token_ids(), DynamicCache())
+    )
     assert layers_of(other)[0].rotary[0] is other.model.rotary_emb
 
 
@@ -579,7 +513,7 @@ def test_a_copy_stands_alone() -> None:
 def test_an_inserted_norm_keeps_the_scale_of_scores(family: str, calibrated: bool) -> None:
     model = tiny(family)
     old = copy.deepcopy(model)
-    text = ids(rows=6, seed=2)
+    text = token_ids(rows=6, seed=2)
     before = logits(model, text)
     report = convert(model, norm="qk-norm", calibration=text if calibrated else None)
     kind = FAMILIES[family]
@@ -591,7 +525,7 @@ def test_an_inserted_norm_keeps_the_scale_of_scores(family: str, calibrated: boo
     after = logits(model, text)
     handle.remove()
     with torch.no_grad():
-        q, k, _ = kind.layout.project(first, inputs[0], kind.width(first))
+        q, k, _ = kind.project(first, inputs[0])
         new_q, new_k = second.normalise(q, k)
     for old_side, new_side in ((q, new_q), (k, new_k)):
         ratio = new_side.square().mean((0, 1, 2)).sqrt() / old_side.square().mean((0, 1, 2)).sqrt()
@@ -603,7 +537,7 @@ def test_an_inserted_norm_keeps_the_scale_of_scores(family: str, calibrated: boo
         assert report.logits == pytest.approx(moved, rel=1e-3)
         assert moved < 0.5
     assert report.inserted == 2 * 2 * kind.width(first)
-    near(step_by_step(model, ids(), DynamicCache()), logits(model, ids(), use_cache=False))
+    near(step_by_step(model, token_ids(), DynamicCache()), logits(model, token_ids(), use_cache=False))
     revert(model)
     assert torch.equal(logits(model, text), before)
 
@@ -611,10 +545,16 @@ def test_an_inserted_norm_keeps_the_scale_of_scores(family: str, calibrated: boo
 def test_norm_and_share_and_coupling_together() -> None:
     model = tiny("llama")
     convert(
-        model, coupling="leapfrog", share="k=v", norm="qk-norm", kv_heads=1, calibration=ids(), trainable="inserted"
+        model,
+        coupling="leapfrog",
+        share="k=v",
+        norm="qk-norm",
+        kv_heads=1,
+        calibration=token_ids(),
+        trainable="inserted",
     )
     shake(model)
-    near(step_by_step(model, ids(), DynamicCache()), logits(model, ids(), use_cache=False))
+    near(step_by_step(model, token_ids(), DynamicCache()), logits(model, token_ids(), use_cache=False))
     trained = {name.split(".")[-2] for name, p in model.named_parameters() if p.requires_grad}
     assert trained == {"couple", "inner", "outer", "normalise"}
 
@@ -629,16 +569,16 @@ def test_saved_is_loaded(family: str, tmp_path: Path) -> None:
     shake(model)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    wanted = logits(model, ids())
+    wanted = logits(model, token_ids())
     loaded: Any = None
     for loaded in (load(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path)):
         loaded.set_attn_implementation(model.config._attn_implementation)
-        assert torch.equal(logits(loaded, ids()), wanted)
+        assert torch.equal(logits(loaded, token_ids()), wanted)
         assert conversion_of(loaded) == conversion_of(model)
         assert loaded.state_dict().keys() == model.state_dict().keys()
         assert type(loaded).__name__ == type(model).__name__
         settings: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
-        assert torch.equal(loaded.generate(ids(), **settings), model.generate(ids(), **settings))
+        assert torch.equal(loaded.generate(token_ids(), **settings), model.generate(token_ids(), **settings))
     with pytest.raises(Exception, match="converted by qklab"):
         type(tiny(family)).from_pretrained(tmp_path)
     loaded.save_pretrained(tmp_path / "again")
@@ -650,7 +590,7 @@ def test_saved_is_loaded(family: str, tmp_path: Path) -> None:
     assert type(bare).__name__ == type(model.base_model).__name__
     bare.set_attn_implementation(model.config._attn_implementation)
     with torch.no_grad():
-        assert torch.equal(bare(ids()).last_hidden_state, model.base_model(ids()).last_hidden_state)
+        assert torch.equal(bare(token_ids()).last_hidden_state, model.base_model(token_ids()).last_hidden_state)
 
 
 def test_a_process_without_qklab_does_not_load_it(tmp_path: Path) -> None:
@@ -666,11 +606,11 @@ def test_a_process_without_qklab_does_not_load_it(tmp_path: Path) -> None:
 def test_a_classifier_is_converted_and_loaded(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = LlamaForSequenceClassification(LlamaConfig(**{**SHAPE, "num_labels": 3})).eval()
-    convert(model, coupling="affine", share="k=v", calibration=ids())
+    convert(model, coupling="affine", share="k=v", calibration=token_ids())
     shake(model)
     model.save_pretrained(tmp_path)
     loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
-    assert torch.equal(logits(loaded, ids()), logits(model, ids()))
+    assert torch.equal(logits(loaded, token_ids()), logits(model, token_ids()))
     assert type(loaded).__name__ == "LlamaForSequenceClassification"
 
 
@@ -682,12 +622,12 @@ def test_adapters(family: str, tmp_path: Path) -> None:
     save_adapter(model, tmp_path)
     fresh = tiny(family)
     report = load_adapter(fresh, tmp_path, trainable="coupling")
-    assert torch.equal(logits(fresh, ids()), logits(model, ids()))
+    assert torch.equal(logits(fresh, token_ids()), logits(model, token_ids()))
     assert report is not None
     assert report.trainable == report.inserted
     shake(fresh)
     assert load_adapter(fresh, tmp_path) is None
-    assert torch.equal(logits(fresh, ids()), logits(model, ids()))
+    assert torch.equal(logits(fresh, token_ids()), logits(model, token_ids()))
     with pytest.raises(ValueError, match="trainable must be one of"):
         load_adapter(model, tmp_path, trainable="all")
     load_adapter(model, tmp_path, trainable="coupling")
@@ -728,7 +668,7 @@ class Text(torch.utils.data.Dataset[dict[str, Tensor]]):
         return 40
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        row = ids(1, seed=7)[0]
+        row = token_ids(1, seed=7)[0]
         return {"input_ids": row, "labels": row}
 
 
@@ -756,20 +696,20 @@ def test_peft_attaches(family: str) -> None:
 
     model = tiny(family)
     convert(model, coupling="leapfrog", share="k=v")
-    before = logits(model, ids())
+    before = logits(model, token_ids())
     name, layer = next(iter(FAMILIES[family].layers(model).items()))
-    parts = [part for part in FAMILIES[family].layout.projections if getattr(layer, part) is not None]
+    parts = [part for part in FAMILIES[family].projections if getattr(layer, part) is not None]
     targets = [f"{name.rpartition('.')[2]}.{part}" for part in parts]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM"))
-    assert torch.equal(logits(wrapped, ids()), before)
-    loss = wrapped(ids(), labels=ids()).loss
+    assert torch.equal(logits(wrapped, token_ids()), before)
+    loss = wrapped(token_ids(), labels=token_ids()).loss
     loss.backward()
     grads = [name for name, p in wrapped.named_parameters() if p.grad is not None]
     assert all("lora" in name for name in grads)
     assert len(grads) == 2 * 2 * len(targets)
-    assert wrapped.generate(input_ids=ids(), max_new_tokens=2).shape == (2, TOKENS + 2)
+    assert wrapped.generate(input_ids=token_ids(), max_new_tokens=2).shape == (2, TOKENS + 2)
 
 
 @family
@@ -785,7 +725,7 @@ def test_gradient_checkpointing_changes_nothing(family: str) -> None:
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         model.zero_grad()
-        model(ids(), labels=ids()).loss.backward()
+        model(token_ids(), labels=token_ids()).loss.backward()
         grads.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
     assert grads[0].keys() == grads[1].keys() == {name for name, _ in model.named_parameters()}
     for name, grad in grads[0].items():
@@ -800,13 +740,13 @@ def test_compiles_into_one_graph(shared: bool) -> None:
     shake(model)
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    near(logits(compiled, ids()), logits(model, ids()))
+    near(logits(compiled, token_ids()), logits(model, token_ids()))
     cache = StaticCache(config=model.config, max_cache_len=16)
-    whole = logits(model, ids(), use_cache=False)
-    logits(model, ids()[:, :-3], past_key_values=cache)
+    whole = logits(model, token_ids(), use_cache=False)
+    logits(model, token_ids()[:, :-3], past_key_values=cache)
     for place in range(TOKENS - 3, TOKENS):
         position = torch.full((1, 1), place)
-        got = logits(compiled, ids()[:, place : place + 1], past_key_values=cache, position_ids=position)
+        got = logits(compiled, token_ids()[:, place : place + 1], past_key_values=cache, position_ids=position)
         near(got[:, 0], whole[:, place])
     torch.compiler.reset()
 
@@ -816,10 +756,10 @@ def test_eager_gives_attention_maps(family: str) -> None:
     model = tiny(family)
     model.set_attn_implementation("eager")
     with torch.no_grad():
-        before = model(ids(), output_attentions=True)
+        before = model(token_ids(), output_attentions=True)
     convert(model, coupling="leapfrog")
     with torch.no_grad():
-        after = model(ids(), output_attentions=True)
+        after = model(token_ids(), output_attentions=True)
     assert len(after.attentions) == 2
     assert torch.equal(after.logits, before.logits)
     for a, b in zip(after.attentions, before.attentions, strict=True):
@@ -871,7 +811,7 @@ def test_refused_models() -> None:
     growing = tiny("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0})
     refuse("rope_type 'dynamic'", growing, share="k=v")
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(configuration("llama"))
+        empty = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE))
     refuse("need the weights", empty, share="k=v")
 
 
@@ -888,7 +828,7 @@ def test_refused_options() -> None:
     refuse("must divide the model's 2 key/value heads and be fewer", model, kv_heads=2)
     refuse("merge must be one of", model, kv_heads=1, merge="median")
     refuse("say with kv_heads= how many are to stay", model, merge="mean")
-    refuse("a coupling is inserted without it", model, coupling="leapfrog", calibration=ids())
+    refuse("a coupling is inserted without it", model, coupling="leapfrog", calibration=token_ids())
     refuse("weight must lie between 0 and 1", model, share="k=v", weight=1.0)
     refuse("trainable must be one of", model, coupling="leapfrog", trainable="all")
     refuse("needs a coupling to train", model, share="k=v", trainable="coupling")
@@ -897,7 +837,7 @@ def test_refused_options() -> None:
     refuse("calibration must be token ids", model, share="k=v", calibration=torch.zeros(3, 4))
     refuse("calibration is empty", model, share="k=v", calibration=[])
     refuse("ids from 0 to 60", model, share="k=v", calibration=torch.tensor([[3, 61]]))
-    nothing = {"input_ids": ids(), "attention_mask": torch.zeros(2, TOKENS)}
+    nothing = {"input_ids": token_ids(), "attention_mask": torch.zeros(2, TOKENS)}
     refuse("leave tokens in each row", model, share="k=v", calibration=nothing)
     assert conversion_of(model) is None
     with pytest.raises(ValueError, match="nothing to revert"):
@@ -910,9 +850,9 @@ def test_refused_options() -> None:
 @family
 def test_kept_weights_come_back(family: str) -> None:
     model = tiny(family)
-    before, names = logits(model, ids()), list(model.state_dict())
+    before, names = logits(model, token_ids()), list(model.state_dict())
     convert(model, coupling="leapfrog", share="k=v", keep_original=True)
     assert list(model.state_dict()) != names
     revert(model)
-    assert torch.equal(logits(model, ids()), before)
+    assert torch.equal(logits(model, token_ids()), before)
     assert set(model.state_dict()) == set(names)

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from qklab.cli import main
-from qklab.hf.convert.families import FAMILIES
+from qklab.hf.families import FAMILIES
 from qklab.hf.local_tasks import TASKS
 
 pytestmark = pytest.mark.newest

@@ -22,7 +22,7 @@ from qklab.data.tokenizer import byte_of_character
 from qklab.hf.evaluate import evaluate, evaluate_folder, own_tasks, quiet, scorer, weights_hash
 from qklab.hf.export import export, from_decoder
 from qklab.hf.local_tasks import TASKS
-from qklab.train import load, resolve, train
+from qklab.train import load_model, resolve_run, train
 
 Line = dict[str, Any]
 Scored = Callable[[str, str], tuple[float, bool]]
@@ -289,7 +289,7 @@ def test_a_run_is_scored_as_it_was_trained_and_as_its_export_is(data: Path, tmp_
         "budget": {"tokens": 512},
         "execution": {"device": "cpu"},
     }
-    spec, execution = resolve(settings)
+    spec, execution = resolve_run(settings)
     train(spec, tmp_path / "run", execution)
     export(tmp_path / "run", tmp_path / "exported")
     options: dict[str, Any] = {"data": data, "device": "cpu", "batch_size": 3}
@@ -298,7 +298,7 @@ def test_a_run_is_scored_as_it_was_trained_and_as_its_export_is(data: Path, tmp_
     assert scores["model"]["run"]
     assert scores["model"]["weights"] == exported["model"]["weights"]
 
-    decoder, tokenizer = load(tmp_path / "run")
+    decoder, tokenizer = load_model(tmp_path / "run")
     found = []
     for line in lines_of(data / "llm-foundry/lambada_openai.jsonl"):
         before, after = (len(part) for part in tokenizer.encode([line["context"], " " + line["continuation"]]))

@@ -15,13 +15,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qklab.cli import main
-from qklab.data import DataSpec, Tokenizer, encoder, prepare
+from qklab.data import DataSpec, Tokenizer, prepare_corpus
+from qklab.data.tokenizer import train_bpe
 from qklab.hf import QKLabForCausalLM, to_transformers
 from qklab.hf.export import export, fast_tokenizer
 from qklab.runs import RunDirectory
 from qklab.train.launch import train
-from qklab.train.spec import merged, resolve
-from qklab.train.trained import load
+from qklab.train.load import load_model
+from qklab.train.settings import merge_settings, resolve_run
 
 ROOT = Path(__file__).parents[2]
 TINY: dict[str, Any] = {
@@ -51,11 +52,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = folder / "licence.txt"
     text.write_text("\n<|endoftext|>\n".join(p[:60] for p in paragraphs) + "\n<|endoftext|>\n", encoding="utf-8")
     spec = DataSpec(source=str(text), tokenizer="bytes", valid=0.3, test=0.1)
-    return prepare(spec, out=folder / "it", workers=1).folder
+    return prepare_corpus(spec, out=folder / "it", workers=1).folder
 
 
 def trained(corpus: Path, folder: Path, **changes: Any) -> Path:
-    spec, execution = resolve(merged(merged(TINY, {"corpus": {"source": str(corpus)}}), changes))
+    spec, execution = resolve_run(merge_settings(merge_settings(TINY, {"corpus": {"source": str(corpus)}}), changes))
     assert train(spec, folder, execution).status == "finished"
     return folder
 
@@ -66,7 +67,7 @@ def test_every_golden_model_is_in_its_export_bit_for_bit(corpus: Path, tmp_path:
     for arm, attention in ARMS.items():
         run = trained(corpus, tmp_path / arm, attention={"heads": 2} | attention)
         model: Any = AutoModelForCausalLM.from_pretrained(export(run, tmp_path / f"{arm}-out"))
-        plain, _ = load(run)
+        plain, _ = load_model(run)
         with torch.no_grad():
             assert torch.equal(model(ids).logits, plain(ids)), arm
         way: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
@@ -108,7 +109,7 @@ ids = tokenizer("Licence", return_tensors="pt")
 print(ids.input_ids.tolist(), model(**ids).logits.double().sum().item(), model.generation_config.eos_token_id)
 """
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    plain, tokenizer = load(run, "best")
+    plain, tokenizer = load_model(run, "best")
     ids = [tokenizer.eot, *tokenizer.encode(["Licence"])[0].tolist()]
     total = plain(torch.tensor([ids])).double().sum().item()
     assert said.strip() == f"{[ids]} {total} {tokenizer.eot}"
@@ -148,7 +149,7 @@ def test_a_missing_or_old_transformers_is_one_sentence(
 
 def definitions() -> dict[str, Tokenizer]:
     texts = iter(["don't stop don't stop the licence " * 4, "日本日本"])
-    return {"bytes": Tokenizer.bytes(), "bpe": Tokenizer(encoder.trained(texts, 300))}
+    return {"bytes": Tokenizer.bytes(), "bpe": Tokenizer(train_bpe(texts, 300))}
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])

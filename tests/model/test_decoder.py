@@ -4,15 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
-from qklab import CouplingSpec, Decoder, DecoderSpec, LatentSpec, SpecError, recipe
-from qklab.attention.couple import COUPLINGS
-from qklab.attention.mix import MIXES
-from qklab.attention.norm import NORMS
+from qklab import AttentionSpec, CouplingSpec, Decoder, DecoderSpec, LatentSpec, SpecError, recipe, register
 from qklab.attention.project import PROJECTIONS
 from qklab.model import RECIPES
+from qklab.testing import DECODER_CONTRACTS, PATTERNS
 
 SMALL: dict[str, Any] = {"vocab": 97, "context": 24}
 MODELS: dict[str, dict[str, Any]] = {
@@ -25,6 +21,10 @@ MODELS: dict[str, dict[str, Any]] = {
 every_model = pytest.mark.parametrize("name", MODELS)
 
 
+def name_pattern(pattern: tuple[AttentionSpec, ...]) -> str:
+    return " | ".join(spec.name for spec in pattern)
+
+
 def model(name: str, **changes: Any) -> Decoder:
     return Decoder(recipe("nano", **SMALL, **MODELS[name]).replace(**changes), seed=0).double()
 
@@ -33,47 +33,21 @@ def tokens(batch: int = 2, length: int = 12) -> torch.Tensor:
     return torch.randint(97, (batch, length), generator=torch.Generator().manual_seed(2))
 
 
-@every_model
-@pytest.mark.parametrize(
-    "changes", [{}, {"mlp": "gelu", "norm": "layer", "bias": True}, {"tied": False, "norm": "layer"}], ids=str
-)
-def test_counts_are_real(name: str, changes: dict[str, Any]) -> None:
-    decoder, ids = model(name, **changes), tokens()
-    assert sum(parameter.numel() for parameter in decoder.parameters()) == decoder.spec.parameters()
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        decoder(ids)
-    assert counter.get_total_flops() == ids.numel() * decoder.spec.flops_per_token(ids.shape[1])
-    cache = decoder.new_cache(2, 12)
-    decoder(ids, cache=cache)
-    assert cache.bytes == 2 * decoder.spec.cache_bytes(12, torch.float64)
+CASES = {
+    **{name: recipe("nano", **SMALL, layers=2, **choices) for name, choices in MODELS.items()},
+    "gelu, biased LayerNorm": recipe("nano", **SMALL, layers=1, mlp="gelu").replace(norm="layer", bias=True),
+    "untied, LayerNorm": recipe("nano", **SMALL, layers=1, tied=False).replace(norm="layer"),
+    **{
+        name_pattern(pattern): DecoderSpec(vocab=97, width=8, layers=len(pattern) + 1, attention=pattern, context=24)
+        for pattern in PATTERNS
+    },
+}
 
 
-@every_model
-@torch.no_grad()
-def test_cached_logits_are_the_full_forwards(name: str) -> None:
-    decoder, ids = model(name), tokens()
-    cache = decoder.new_cache(2, 4)
-    decoded = torch.cat([decoder(chunk, cache=cache) for chunk in ids.split([5, 3, 1, 1, 1, 1], 1)], 1)
-    torch.testing.assert_close(decoded, decoder(ids))
-
-
-@every_model
-@torch.no_grad()
-def test_packed_texts_are_separate_texts(name: str) -> None:
-    decoder, ids = model(name), tokens(batch=1)
-    packed = decoder(ids, segments=torch.tensor([[0] * 5 + [1] * 4 + [2] * 3]))
-    alone = torch.cat([decoder(text) for text in ids.split([5, 4, 3], 1)], 1)
-    torch.testing.assert_close(packed, alone)
-
-
-@torch.no_grad()
-def test_left_padded_rows_are_the_rows_alone() -> None:
-    for name in MODELS:
-        decoder, ids = model(name), tokens()
-        cache = decoder.new_cache(2, 12, left_padding=torch.tensor([4, 0]))
-        padded = decoder(ids, cache=cache)
-        torch.testing.assert_close(padded[:1, 4:], decoder(ids[:1, 4:]))
-        torch.testing.assert_close(padded[1:], decoder(ids[1:]))
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("contract", DECODER_CONTRACTS)
+def test_contract(contract: str, name: str, device: str) -> None:
+    DECODER_CONTRACTS[contract](CASES[name], device)
 
 
 def test_learned_positions_end_at_the_context() -> None:
@@ -100,10 +74,10 @@ def test_bytes_are_ids() -> None:
 
 
 EVERY_CHOICE = [
-    *({"coupling": CouplingSpec.from_dict({"kind": kind})} for kind in COUPLINGS),
-    *({"mix": mix} for mix in MIXES),
+    *({"coupling": CouplingSpec.from_dict({"kind": kind})} for kind in register.coupling),
+    *({"mix": mix} for mix in register.mix),
     *({"share": share} for share in PROJECTIONS),
-    *({"norm": norm} for norm in NORMS),
+    *({"norm": norm} for norm in register.norm),
     {"latent": LatentSpec(query_rank=8, kv_rank=8, rope_width=4)},
     {"share": "q=k", "causal": False, "asymmetry_2d": True, "asymmetry_free_scale": True},
     {"position": "learned"},
@@ -236,24 +210,6 @@ def test_classic_recipes_are_gpt2s_family() -> None:
 def test_widths_must_agree() -> None:
     with pytest.raises(SpecError, match=r"width=256 is refused: the attention spec has width=128.*width=128\.$"):
         DecoderSpec(vocab=10, width=256, layers=1, attention=recipe("nano").attention)
-
-
-@every_model
-def test_a_decoder_trains_and_compiles(name: str) -> None:
-    decoder, ids = model(name, layers=1), tokens(batch=4)
-    torch._dynamo.reset()
-    compiled = torch.compile(decoder, fullgraph=True, backend="aot_eager")
-    optimiser = torch.optim.AdamW(decoder.parameters(), lr=3e-3)
-    losses = []
-    for _ in range(8):
-        logits = compiled(ids[:, :-1])
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        losses.append(float(loss.detach()))
-    assert losses[-1] < 0.9 * losses[0]
-    assert all(parameter.grad is not None for parameter in decoder.parameters())
 
 
 @every_model

@@ -14,23 +14,17 @@ from torch import Tensor
 from qklab import AttentionSpec, CouplingSpec, Decoder, DecoderSpec, LatentSpec, recipe
 from qklab.attention import Attention, mix
 from qklab.model.diagnose import Diagnosis, diagnose, logit_change
-from qklab.testing import grid
+from qklab.testing import randomise
 
 NAIVE = runpy.run_path(str(Path(__file__).parents[1] / "attention/transcription.py"))
 SEGMENTS = torch.tensor([[7, 7, 7, 7, 1, 7, 7], [0, 0, 2, 2, 2, 2, 2]])
-LENGTHS = ([4, 1, 2], [2, 5])
 SOMETIMES = {"step_size", "query_shift", "key_shift"}  # only with coupling
 
 
-def decoder(spec: AttentionSpec, **changes: Any) -> Decoder:
+def decoder(spec: Any, **changes: Any) -> Decoder:
     """Two layers in float64 with noise on every parameter, so that nothing sits at a special value."""
-    shape: dict[str, Any] = {"vocab": 11, "width": spec.width, "layers": 2, "context": 8, "mlp_ratio": 1.0}
-    model = Decoder(DecoderSpec(attention=spec, **shape | changes), seed=0).double()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.empty_like(parameter).normal_(0, 0.3, generator=generator))
-    return model
+    shape: dict[str, Any] = {"vocab": 11, "width": 8, "layers": 2, "context": 8, "mlp_ratio": 1.0}
+    return randomise(Decoder(DecoderSpec(attention=spec, **shape | changes), seed=0), seed=1)
 
 
 def tokens(batch: int = 2, length: int = 7) -> Tensor:
@@ -54,28 +48,6 @@ def watched(model: Decoder, ids: Tensor, segments: Tensor | None = None) -> list
 def close(actual: Tensor, expected: Any, tolerance: float = 1e-9) -> None:
     expected = torch.as_tensor(expected, dtype=actual.dtype)
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
-
-
-@pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["whole", "packed"])
-@pytest.mark.parametrize("spec", [pytest.param(spec, id=spec.name) for spec in grid()])
-def test_maps_are_the_layers_own(spec: AttentionSpec, segments: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its weights replaced by the diagnosed ones, every layer still gives its output; and weights have bounds."""
-    model, ids = decoder(spec), tokens()
-    found = diagnose(model, ids, segments, maps=True)
-    assert found.maps is not None
-    for layer, (x, y) in enumerate(watched(model, ids, segments)):
-        maps = iter(calls(spec, found.maps[layer]))
-
-        def weigh(q: Tensor, k: Tensor, v: Tensor, *_: Any, maps: Iterator[Tensor] = maps) -> Tensor:
-            v = v.repeat_interleave(q.shape[2] // v.shape[2], 2)
-            return torch.einsum("bhts,bshd->bthd", next(maps), v)
-
-        monkeypatch.setattr(mix, "attend", weigh)
-        close(model.attention(layer)(x, segments=segments), y)
-        monkeypatch.undo()
-    assert found.maps.shape == (2, 2, spec.query_heads, 7, 7)
-    close(found.maps.sum(-1), torch.ones(found.maps.shape[:-1]))
-    bounded(found, spec)
 
 
 def calls(spec: AttentionSpec, maps: Tensor) -> list[Tensor]:
@@ -122,6 +94,30 @@ SPECS: dict[str, AttentionSpec] = {
     "MLA normed": built(latent=LatentSpec(query_rank=6, kv_rank=5, rope_width=2)),
 }
 every_spec = pytest.mark.parametrize("name", SPECS)
+
+
+@pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["whole", "packed"])
+@every_spec
+def test_maps_are_the_layers_own(name: str, segments: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its weights replaced by the diagnosed ones, every layer still gives its output; and weights have bounds."""
+    spec = SPECS[name]
+    model, ids = decoder(spec), tokens()
+    found = diagnose(model, ids, segments, maps=True)
+    assert found.maps is not None
+    for layer, (x, y) in enumerate(watched(model, ids, segments)):
+        maps = iter(calls(spec, found.maps[layer]))
+
+        def weigh(q: Tensor, stored: mix.KeyValue, *_: Any, maps: Iterator[Tensor] = maps) -> Tensor:
+            _, v = stored.separate()
+            v = v.repeat_interleave(q.shape[2] // v.shape[2], 2)
+            return torch.einsum("bhts,bshd->bthd", next(maps), v)
+
+        monkeypatch.setattr(mix, "attend", weigh)
+        close(model.attention(layer)(x, segments=segments), y)
+        monkeypatch.undo()
+    assert found.maps.shape == (2, 2, spec.query_heads, 7, 7)
+    close(found.maps.sum(-1), torch.ones(found.maps.shape[:-1]))
+    bounded(found, spec)
 
 
 class Rows:
@@ -295,27 +291,6 @@ def test_step_sizes_stand_at_the_queries_of_their_key() -> None:
     close(diagnose(model, tokens())["step_size"][1], step.detach().expand(4))
 
 
-@every_spec
-def test_packed_texts_are_separate_texts(name: str) -> None:
-    model, ids = decoder(SPECS[name]), tokens()
-    packed = diagnose(model, ids, SEGMENTS, maps=True)
-    assert packed.maps is not None
-    alone: list[tuple[int, Diagnosis]] = []
-    for row, lengths in enumerate(LENGTHS):
-        start = 0
-        for length in lengths:
-            own = diagnose(model, ids[row : row + 1, start : start + length], maps=True)
-            assert own.maps is not None
-            close(packed.maps[:, row, :, start : start + length, start : start + length], own.maps[:, 0])
-            alone.append((length, own))
-            start += length
-    close(packed["entropy"], sum(length * own["entropy"] for length, own in alone) / 14)
-    later = [(length, own) for length, own in alone if length > 1]
-    close(packed["sink_mass"], sum((length - 1) * own["sink_mass"] for length, own in later) / 9)
-    close(packed["largest_logit"], torch.stack([own["largest_logit"] for _, own in alone]).amax(0))
-    close(packed["query_key_cosine"], sum(length * own["query_key_cosine"] for length, own in alone) / 14)
-
-
 def test_chosen_layers_are_those_of_the_whole() -> None:
     model, ids = decoder(SPECS["standard"], layers=4), tokens()
     whole, some = diagnose(model, ids), diagnose(model, ids, layers=[2, 0])
@@ -326,6 +301,25 @@ def test_chosen_layers_are_those_of_the_whole() -> None:
     for wrong in ([4], [-1], []):
         with pytest.raises(ValueError, match=r"layers must be some of 0 to 3, but \["):
             diagnose(model, ids, layers=wrong)
+
+
+def test_layers_of_different_heads_stand_in_one_table() -> None:
+    """Each as its formulas say; NaN where a layer has no such head."""
+    specs = SPECS["differential-v2"].replace(position="rope"), SPECS["leapfrog gqa"], SPECS["MLA"]
+    model, ids = decoder(specs, layers=3), tokens()
+    found = diagnose(model, ids, SEGMENTS, maps=True)
+    assert found.heads == [8, 4, 4]
+    for layer, spec in enumerate(specs):
+        x = watched(model, ids, SEGMENTS)[layer][0]
+        naive = Rows(model.attention(layer), x, SEGMENTS)
+        for quantity in QUANTITIES:
+            expected = [getattr(naive, quantity)(h) for h in range(spec.query_heads)]
+            close(found[quantity][layer, : spec.query_heads], expected, 1e-7)
+    assert found["entropy"][1:, 4:].isnan().all()
+    change = logit_change(found.logits, found)["logit_change"]
+    assert torch.equal(change.isnan(), found["entropy"].isnan())
+    assert found.maps is not None
+    assert not found.maps[1, :, 4:].any()
 
 
 def test_bad_batches_are_named() -> None:
@@ -384,7 +378,7 @@ def test_logit_change_is_over_visible_pairs() -> None:
     close(change["logit_change"][0], torch.zeros(4))
     for h in range(4):
         scores = before.logits.of_layer(1)[:, h]
-        moved = [1.25 * float(scores[b, i, j]) for b, _, i, j in before.visible.nonzero().tolist()]  # 1.5² − 1
+        moved = [1.25 * float(scores[b, i, j]) for b, _, i, j in before.visible[0].nonzero().tolist()]  # 1.5² − 1
         close(change["logit_change"][1, h], math.sqrt(sum(m * m for m in moved) / len(moved)))
         close(change["largest_logit_change"][1, h], max(map(abs, moved)))
     with pytest.raises(ValueError, match=r"one batch .* \[2, 2, 7, 4, 4\] came first and \[2, 1, 7, 4, 4\] later"):

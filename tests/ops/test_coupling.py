@@ -9,8 +9,8 @@ from torch import Tensor
 
 from qklab import Attention, AttentionSpec, CouplingSpec
 from qklab.ops.coupling import Network, Norm, couple
-from qklab.ops.dispatch import announced
-from qklab.testing.contracts import close, within_budget
+from qklab.ops.dispatch import choose_automatically
+from qklab.testing.numerics import close, within_budget
 
 B, T, H, G, D, h = 2, 5, 4, 2, 6, 7
 
@@ -55,12 +55,10 @@ def test_one_pass_is_the_three_stages(kind: Any, position: Any) -> None:
     )
     attention = Attention(spec).double()
     x = torch.randn(2, 5, 24, dtype=torch.float64)
-    places = attention.locate(x)
-    q, k, _ = attention.project(x)
-    assert attention.couple is not None
-    assert attention.normalise is not None
-    apart = attention.rotate(*attention.normalise(*attention.couple(q, k)), places)
-    for actual, expected in zip(attention.coupled(q, k, places), apart, strict=True):
+    positions, _ = attention.locate(x)
+    fused = attention.prepare(x, positions)
+    attention.recorder = lambda *given: None  # who listens to the stages has them run one by one
+    for actual, expected in zip(fused[:2], attention.prepare(x, positions)[:2], strict=True):
         close(actual, expected)
 
 
@@ -97,7 +95,7 @@ def test_compiles_as_one_graph(backend: str) -> None:
 
 def test_auto_says_once_what_it_takes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    announced.cache_clear()
+    choose_automatically.cache_clear()
     with caplog.at_level(logging.INFO, logger="qklab"):
         couple(**example())
         couple(**example())
@@ -116,7 +114,7 @@ def test_the_kernel_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "kind must be one of euler, symplectic-euler, leapfrog, affine, uncoupled, linear (did you mean": {
+    "kind must be one of euler, linear, symplectic-euler, leapfrog, affine, uncoupled (did you mean": {
         "kind": "leapfrg"
     },
     "q must have shape [batch, tokens, heads, width] and k": {"k": torch.zeros(B, T + 1, G, D)},

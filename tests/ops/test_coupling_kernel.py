@@ -18,7 +18,7 @@ from qklab import AttentionSpec, CouplingSpec
 from qklab.attention.layer import Attention
 from qklab.ops.coupling import Network, Norm, api, couple
 from qklab.ops.dispatch import Impl
-from qklab.testing.contracts import within_budget
+from qklab.testing.numerics import poison_memory, within_budget
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -127,13 +127,14 @@ LOW = [  # also in lower precision in the interpreter, which cuts to bf16 what a
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks for a program, slices of the hidden layer, and parts of a backward, already at these sizes."""
     if INTERPRETED:
-        from qklab.ops.coupling import triton
+        from qklab.ops.coupling import launch
 
-        def launch(direction: str, *_: Any) -> Any:
-            return triton.Launch(block=16, programs=3 if direction == "weights" else 1, slice=16)
+        def choose(direction: str, *_: Any) -> Any:
+            later = direction == "gradients"
+            return launch.Launch(block=16, programs=3 if later else 1, hold=direction == "forward", slice=16)
 
-        monkeypatch.setattr(triton, "launch", launch)
-        monkeypatch.setattr(triton, "WORKSPACE", 2**14)
+        monkeypatch.setattr(launch, "choose_launch", choose)
+        monkeypatch.setattr(launch, "WORKSPACE", 2**14)
         refuse_strays(monkeypatch)
     # oneDNN's low-precision products need instructions not every machine grants
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
@@ -143,9 +144,9 @@ def refuse_strays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the interpreter read and write nothing but the tensors that a kernel was given."""
     from triton.runtime import interpreter
 
-    from qklab.ops.coupling import triton
+    from qklab.ops.coupling import launch
 
-    run, load, store = triton.run, interpreter._interpreter.load, interpreter._interpreter.store
+    run, load, store = launch.run, interpreter._interpreter.load, interpreter._interpreter.store
     spans: list[tuple[int, int]] = []
 
     def check(places: Any, mask: Any) -> None:
@@ -162,12 +163,16 @@ def refuse_strays(monkeypatch: pytest.MonkeyPatch) -> None:
         check(places, mask)
         return store(places, values, mask)
 
-    def checked_run(kernel: Any, programs: int, *arguments: Any, **choices: Any) -> None:
-        storages = {a.untyped_storage().data_ptr(): a.untyped_storage() for a in arguments if isinstance(a, Tensor)}
-        spans[:] = [(start, start + storage.nbytes()) for start, storage in storages.items()]
-        run(kernel, programs, *arguments, **choices)
+    def tensors(arguments: Any) -> list[Tensor]:
+        nested = [tensors(a) if isinstance(a, tuple) else [a] for a in arguments]
+        return [a for part in nested for a in part if isinstance(a, Tensor)]
 
-    monkeypatch.setattr(triton, "run", checked_run)
+    def checked_run(kernel: Any, programs: int, how: Any, *arguments: Any) -> None:
+        storages = {a.untyped_storage().data_ptr(): a.untyped_storage() for a in tensors(arguments)}
+        spans[:] = [(start, start + storage.nbytes()) for start, storage in storages.items()]
+        run(kernel, programs, how, *arguments)
+
+    monkeypatch.setattr(launch, "run", checked_run)
     fake = types.SimpleNamespace(**{**vars(interpreter._interpreter), "load": checked_load, "store": checked_store})
     monkeypatch.setattr(interpreter, "_interpreter", fake)
 
@@ -305,12 +310,8 @@ def test_any_strides_are_taken_as_they_are() -> None:
 def test_every_output_is_written_and_repeats_are_bit_equal(case: Case) -> None:
     given = example(case, torch.float32)
     before = with_gradients(given, "triton")
-    torch.use_deterministic_algorithms(True, warn_only=GPU)  # which also fills what torch.empty returns
-    try:
-        assert torch.empty(3, device=DEVICE).isnan().all()
+    with poison_memory():
         after = with_gradients(given, "triton")
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert all(map(torch.equal, before, after))
 
 
@@ -359,7 +360,7 @@ def test_a_layer_that_recomputes_keeps_what_the_kernel_gave(
     backend: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It projects again and gives the same gradients, but the map itself is not run twice."""
-    from qklab.ops.coupling import triton as launches
+    from qklab.ops.coupling import launch as launches
 
     plain, runs = launches.forward, []
     monkeypatch.setattr(launches, "forward", lambda *given: runs.append(1) or plain(*given))

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qklab import Attention, AttentionSpec
-from qklab.ops.decode import api, decode
-from qklab.testing.contracts import close
+from qklab.ops.decode import DecodeImpl, decode
+from qklab.ops.dispatch import choose_automatically
+from qklab.testing.numerics import close
 
-ROUTES: list[api.Impl] = ["reference", "sdpa"]
+ROUTES: list[DecodeImpl] = ["reference", "sdpa"]
 
 
 def example(
@@ -40,7 +41,7 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, scale: float, start: int, end: 
 
 @pytest.mark.parametrize("impl", ROUTES)
 @pytest.mark.parametrize("T", [1, 3])
-def test_every_query_sees_its_row_from_the_start_up_to_its_own_slot(impl: api.Impl, T: int) -> None:
+def test_every_query_sees_its_row_from_the_start_up_to_its_own_slot(impl: DecodeImpl, T: int) -> None:
     q, k, v = example(T=T)
     starts, lengths = torch.tensor([0, 4, 2]), torch.tensor([11, 9, 2])
     for row_starts in (None, starts):
@@ -57,7 +58,7 @@ def test_every_query_sees_its_row_from_the_start_up_to_its_own_slot(impl: api.Im
 
 
 @pytest.mark.parametrize("impl", ROUTES)
-def test_without_a_value_the_key_is_it(impl: api.Impl) -> None:
+def test_without_a_value_the_key_is_it(impl: DecodeImpl) -> None:
     q, k, _ = example()
     close(decode(q, k, impl=impl), decode(q, k, k.clone(), impl=impl))
     close(decode(q, k, value_width=5, impl=impl), decode(q, k, k[..., :5].clone(), impl=impl))
@@ -65,7 +66,7 @@ def test_without_a_value_the_key_is_it(impl: api.Impl) -> None:
 
 @pytest.mark.parametrize("impl", ROUTES)
 @pytest.mark.parametrize("rotated", [8, 4])
-def test_keys_turn_by_their_position_and_values_do_not(impl: api.Impl, rotated: int) -> None:
+def test_keys_turn_by_their_position_and_values_do_not(impl: DecodeImpl, rotated: int) -> None:
     q, k, _ = example()
     cos, sin = angles(12, rotated)
     starts = torch.tensor([0, 3, 1])
@@ -81,14 +82,14 @@ def test_keys_turn_by_their_position_and_values_do_not(impl: api.Impl, rotated: 
 
 
 @pytest.mark.parametrize("impl", ROUTES)
-def test_gradients_reach_queries_keys_and_values(impl: api.Impl) -> None:
+def test_gradients_reach_queries_keys_and_values(impl: DecodeImpl) -> None:
     q, k, v = (tensor.requires_grad_() for tensor in example(B=1, T=2, S=5))
     lengths = torch.tensor([4])
     assert torch.autograd.gradcheck(lambda q, k, v: decode(q, k, v, lengths=lengths, impl=impl), (q, k, v))
 
 
 @pytest.mark.parametrize("impl", ROUTES)
-def test_what_nobody_sees_may_be_anything(impl: api.Impl) -> None:
+def test_what_nobody_sees_may_be_anything(impl: DecodeImpl) -> None:
     q, k, v = example()
     starts, lengths = torch.tensor([1, 4, 2]), torch.tensor([11, 9, 5])
     expected = decode(q, k, v, starts=starts, lengths=lengths, impl=impl)
@@ -150,17 +151,17 @@ def test_a_layer_reads_its_cache_where_it_lies(choices: dict[str, Any]) -> None:
 
 
 def test_auto_takes_sdpa_on_the_cpu_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    api.announce.cache_clear()
+    choose_automatically.cache_clear()
     q, k, v = example()
     with caplog.at_level(logging.INFO, logger="qklab"):
         for _ in range(3):
             close(decode(q, k, v), decode(q, k, v, impl="sdpa"))
     assert len(caplog.messages) == 1
-    assert caplog.messages[0].startswith("decode: impl='auto' takes 'sdpa' on cpu, since ")
+    assert caplog.messages[0].startswith("decode: impl='auto' takes 'sdpa', since ")
 
 
 @pytest.mark.parametrize("impl", ["sdpa", "auto"])
-def test_compiles_as_one_graph_for_all_lengths(impl: api.Impl) -> None:
+def test_compiles_as_one_graph_for_all_lengths(impl: DecodeImpl) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(
         lambda q, k, v: decode(q, k, v, impl=impl), fullgraph=True, dynamic=True, backend="aot_eager"

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qklab.ops.differential import FORMS, Form, differential, differential_v2, reference
-from qklab.testing.contracts import close
+from qklab.testing.numerics import close
 
 SCALE = 0.4
 

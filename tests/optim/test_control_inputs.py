@@ -137,7 +137,7 @@ def test_a_matrix_that_is_zero_or_not_finite_is_named(value: float, layer: int, 
     model = decoder(**KINDS[kind])
     roles = attention_roles(model)
     symbol, words = {"GQA": ("k", "W_k"), "MLA": ("uk", "W_uk"), "q=k": ("qk", "the matrix of q and k")}[kind]
-    part = roles[f"blocks.{layer}.attention"].parts[symbol]
+    part = roles[f"blocks.{layer}.attention"].projections[symbol]
     with torch.no_grad():
         for tensor in part.tensors:
             tensor[part.rows[1]] = value
@@ -427,7 +427,7 @@ def test_a_state_with_other_parameter_groups() -> None:
 def test_qk_clip_leaves_weights_that_no_optimiser_has() -> None:
     model = decoder(layers=1)
     roles = attention_roles(model)
-    frozen, free = (roles["blocks.0.attention"].parts[symbol].weight for symbol in "kq")
+    frozen, free = (roles["blocks.0.attention"].projections[symbol].weight for symbol in "kq")
     clip = QKClip(torch.optim.SGD([free], lr=0.1), roles, threshold=1e-6)
     before = frozen.detach().clone(), free.detach().clone()
     clip.observe("blocks.0.attention", torch.full((roles["blocks.0.attention"].query.heads,), 1.0))

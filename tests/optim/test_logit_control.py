@@ -34,9 +34,9 @@ from qklab.attention.layer import Attention
 from qklab.attention.project import Latent
 from qklab.model import Decoder
 from qklab.optim import LogitControl, QKClip, Rows, attention_roles, layer_roles
-from qklab.optim.logit_control import Method, Norm
+from qklab.optim.logit_control import Method, NormKind
 from qklab.optim.norms import largest_singular_value
-from qklab.testing.grid import grid, randomised
+from qklab.testing.grid import grid, randomise
 
 Control = LogitControl | QKClip
 EPS = torch.finfo(torch.float64).eps
@@ -70,9 +70,11 @@ def adamw(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("norm", ["frobenius", "spectral"])
-def test_every_kind_of_attention_starts_with_factors_of_exactly_one_and_the_bare_optimisers_step(norm: Norm) -> None:
+def test_every_kind_of_attention_starts_with_factors_of_exactly_one_and_the_bare_optimisers_step(
+    norm: NormKind,
+) -> None:
     for spec in [spec for spec in grid() if spec.norm == "none"][:: 5 if norm == "frobenius" else 23]:
-        ours = randomised(Attention(spec))
+        ours = randomise(Attention(spec))
         bare = copy.deepcopy(ours)
         control = LogitControl(adamw([*ours.parameters()]), attention_roles(ours), norm=norm)
         base = adamw([*bare.parameters()])
@@ -493,7 +495,7 @@ def test_an_adamw_step_in_closed_form() -> None:
 # fused weights
 
 
-class Separate(nn.Module):
+class SeparateProjections(nn.Module):
     """Queries, keys and values of 3 heads of width 4, from 5 inputs, with biases."""
 
     def __init__(self) -> None:
@@ -530,7 +532,7 @@ LAYOUTS: dict[str, tuple[Callable[[Sequence[Tensor]], Tensor], int]] = {
 @pytest.mark.parametrize("make", [adamw, lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)])
 def test_fused_and_separate_weights_get_identical_updates(layout: str, make: Make) -> None:
     join, axis = LAYOUTS[layout]
-    separate = Separate()
+    separate = SeparateProjections()
 
     def fuse(parts: Sequence[Tensor | None]) -> Tensor:
         joined = join([part.detach() for part in parts if part is not None])

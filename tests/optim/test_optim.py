@@ -8,13 +8,17 @@ import torch
 from torch import nn
 
 from qklab.model import Decoder, recipe
-from qklab.optim import Optimiser, OptimiserSpec, ScheduleSpec, roles
+from qklab.optim import Optimiser, OptimiserSpec, ScheduleSpec, find_parameter_role
 from qklab.schema import SpecError
 from qklab.testing.grid import grid
 
 
 def model(**choices: object) -> Decoder:
     return Decoder(recipe("nano", layers=1, vocab=64, **choices), seed=0)
+
+
+def roles(decoder: Decoder) -> dict[str, str]:
+    return {name: find_parameter_role(name, parameter) for name, parameter in decoder.named_parameters()}
 
 
 def test_roles_of_a_model_with_everything() -> None:
@@ -76,7 +80,7 @@ def test_adamw_is_torchs_with_decay_on_matrices_only() -> None:
 def test_muon_takes_the_matrices_and_adamw_the_rest() -> None:
     decoder = model(coupling={"kind": "leapfrog"})
     optimiser = Optimiser(OptimiserSpec(kind="muon"), decoder)
-    adamw, muon = optimiser.parts
+    adamw, muon = optimiser.bases
     assert isinstance(muon, torch.optim.Muon)
     names = {optimiser.names[p] for group in muon.param_groups for p in group["params"]}
     assert names == {name for name, kind in roles(decoder).items() if kind == "matrix"}

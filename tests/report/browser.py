@@ -25,6 +25,7 @@ FLAGS = (
     "--hide-scrollbars",
     "--remote-debugging-pipe",
 )
+FRAMES = "await new Promise(f => requestAnimationFrame(() => requestAnimationFrame(f)));"
 # the pipe's ends become descriptors 3 and 4, where Chromium expects them
 LAUNCH = """
 import os, sys
@@ -126,6 +127,19 @@ class Browser:
         self.settle()
         return time.monotonic() - began
 
+    def show_all(self, url: str, **how: Any) -> None:
+        """Load a page and scroll through it, as a reader would, so that every figure comes into view."""
+        self.open(url, **how)
+        self.run("sessionStorage.clear()")
+        self.scroll_through()
+
+    def scroll_through(self) -> None:
+        self.run(
+            "for (const f of document.querySelectorAll('figure')) { f.scrollIntoView({behavior: 'instant'});"
+            f" {FRAMES} }} scrollTo({{top: 0, behavior: 'instant'}})"
+        )
+        self.settle()
+
     def resize(self, width: int, height: int = 900) -> None:
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 500
@@ -137,7 +151,7 @@ class Browser:
 
     def settle(self) -> None:
         """Two frames later, so that what was asked for is drawn."""
-        self.run("await new Promise(f => requestAnimationFrame(() => requestAnimationFrame(f)))")
+        self.run(FRAMES)
 
     def run(self, script: str) -> Any:
         """The value of `return …` in the page; `await` is fine."""

@@ -1,15 +1,19 @@
-"""Studies that were never trained: run directories as the trainer writes them, of known effect and noise."""
+"""Studies that were never trained: run directories as the trainer writes them, of known effect and noise; and the
+settings of small runs that are."""
 
+import base64
 import hashlib
 import json
 import math
+from array import array
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from qklab.study.execute import FORMAT
-from qklab.study.plan import Planned
+from qklab.study.plan import PlannedRun
+from qklab.study.records import FORMAT
 from qklab.study.spec import StudySpec
 
 ARMS: dict[str, dict[str, Any]] = {
@@ -22,6 +26,19 @@ ARMS: dict[str, dict[str, Any]] = {
 EFFECTS = {"standard": 0.0, "k=v": 0.035, "leapfrog": -0.024, "affine": -0.006, "qk-norm": 0.0005}
 NOISE = {"affine": 0.012, "qk-norm": 0.001}
 COMMIT, DATA = "0123456789abcdef0123456789abcdef01234567", "fedcba9876543210" * 4
+
+
+CONTEXT, LAYERS, HEADS = 64, 3, 2
+TINY: dict[str, Any] = {
+    "corpus": {"tokenizer": "bytes"},
+    "model": {"layers": LAYERS, "width": 32, "context": CONTEXT, "mlp_ratio": 2.0},
+    "attention": {"heads": HEADS},
+    "batch": {"sequences": 8},
+    "budget": {"tokens": 8 * CONTEXT * 12},
+    "evaluation": {"times": 6, "tokens": 480, "probes": 1, "probe_tokens": 24},
+    "execution": {"device": "cpu", "threads": 1, "checkpoint_steps": 4, "keep": 4},
+}
+TrainTiny = Callable[..., Path]
 
 
 def spec(**changes: Any) -> StudySpec:
@@ -47,25 +64,24 @@ def fabricate(
     *,
     steps: int = 200,
     diverge: tuple[tuple[str, float], ...] = (),
-    unfinished: tuple[Planned, ...] = (),
-    absent: tuple[Planned, ...] = (),
-    everywhere: bool = False,
-    only: Planned | None = None,
+    unfinished: tuple[PlannedRun, ...] = (),
+    absent: tuple[PlannedRun, ...] = (),
+    only: PlannedRun | None = None,
 ) -> Path:
-    """Write the study; `diverge` names (arm, lr) whose runs diverge. Every learning rate for seeds that tune (for all
-    with `everywhere`), else the last one of the study."""
+    """Write the study; `diverge` names (arm, lr) whose runs diverge. Every learning rate for seeds that tune, for
+    others the last one of the study."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "study.json", {"format": FORMAT, "fingerprint": study.fingerprint, "spec": study.to_dict()})
     for corpus in study.corpora:
         for arm in study.arms:
             for lr in study.lrs:
                 for seed in range(study.seeds):
-                    planned = Planned(corpus, arm, lr, seed)
+                    planned = PlannedRun(corpus, arm, lr, seed)
                     if only is not None and planned != only:
                         continue
-                    if planned not in absent and (everywhere or seed < study.tuning_seeds or lr == study.lrs[-1]):
+                    if planned not in absent and (seed < study.tuning_seeds or lr == study.lrs[-1]):
                         one(
-                            planned.folder(folder),
+                            planned.folder_in(folder),
                             study,
                             planned,
                             steps,
@@ -75,7 +91,7 @@ def fabricate(
     return folder
 
 
-def final_loss(planned: Planned, study: StudySpec) -> float:
+def final_loss(planned: PlannedRun, study: StudySpec) -> float:
     """What the run ends with on test text."""
     shared = np.random.default_rng(planned.seed).normal(0, 0.03)
     own = np.random.default_rng(number(planned.arm, planned.seed)).normal(0, NOISE.get(planned.arm, 0.004))
@@ -92,8 +108,8 @@ def number(*parts: object) -> int:
     return int(hashlib.sha256(repr(parts).encode()).hexdigest()[:12], 16)
 
 
-def one(folder: Path, study: StudySpec, planned: Planned, steps: int, diverged: bool, finished: bool) -> None:
-    run = planned.spec(study)
+def one(folder: Path, study: StudySpec, planned: PlannedRun, steps: int, diverged: bool, finished: bool) -> None:
+    run = planned.resolve_spec(study)
     folder.mkdir(parents=True)
     write_json(
         folder / "run.json",
@@ -131,7 +147,7 @@ def one(folder: Path, study: StudySpec, planned: Planned, steps: int, diverged: 
             lines.append({"kind": "evaluation", "step": step, "split": "valid", **scores(smooth)})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "probes").mkdir()
-    layers, heads = run.model.layers, run.model.attention.heads
+    layers, heads = run.model.layers, run.model.attention_of(0).heads
     for k in range(1, 11):
         if (step := steps * k // 10) > last:
             break
@@ -170,3 +186,13 @@ def scores(loss: float) -> dict[str, Any]:
 
 def ended(loss: float) -> dict[str, Any]:
     return {"valid": scores(loss - 0.01), "test": scores(loss)}
+
+
+def make_attention(heads: int = 2) -> dict[str, Any]:
+    """Maps of three tokens as the page gets them."""
+    packed = base64.b64encode(array("H", [65_534, 32_767, 32_767, 65_534, 0, 0]).tobytes()).decode()
+    layers = [
+        {"place": place, "index": k, "heads": heads, "maps": [packed] * (heads + 1)}
+        for k, place in enumerate(("first", "middle", "last"))
+    ]
+    return {"run": "r", "tokens": ["def", " <b>", "\n"], "layers": layers, "notes": []}

@@ -3,223 +3,159 @@
 import shutil
 import struct
 import time
-import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
-from browser import Browser, chromium
-from fabricated import fabricate, spec
+from browser import Browser
+from fabricated import fabricate, make_attention, spec
 
-from qklab.report import build
-from qklab.report import page as page_module
-from qklab.report.data import gather
-from qklab.report.page import rendered
-from qklab.report.serve import Live
-from qklab.study.plan import Planned
-
-pytestmark = pytest.mark.skipif(chromium() is None, reason="needs chromium, chromium-browser or google-chrome")
+from qklab import register
+from qklab.report import build_report
+from qklab.report.build import render_report
+from qklab.report.data import gather_data
+from qklab.report.serve import ReportServer
+from qklab.study.metrics import Metric
+from qklab.study.plan import PlannedRun
 
 FIGURES = ("forest", "curves", "rates", "cost", "entropy", "sink", "maps", "logits")
-MAP = "AAD/f/9/AAD/f/9/AAD/f/9/"[:16]
 
 
-def attention(heads: int = 2, tokens: int = 3) -> dict[str, Any]:
-    """Maps as the page gets them, of three tokens: 6 numbers of 16 bits each."""
-    layers = [
-        {"place": place, "index": k, "heads": heads, "maps": [MAP] * (heads + 1)}
-        for k, place in enumerate(("first", "middle", "last"))
-    ]
-    return {"run": "r", "tokens": ["def", " <b>", "\n"][:tokens], "layers": layers, "notes": []}
+def draw_marks(browser: Browser) -> dict[str, str]:
+    """Everything drawn in every figure, as text to compare."""
+    browser.scroll_through()
+    script = "return [...document.querySelectorAll('#fig-{} .mark')].map(m => m.outerHTML).join('')"
+    return {figure: browser.run(script.format(figure)) for figure in FIGURES}
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with Browser(tmp_path_factory.mktemp("browser") / "profile") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two corpora, one arm diverged at one learning rate, maps of every arm."""
-    folder = tmp_path_factory.mktemp("report")
-    study = spec(corpora=["stdlib", "novels"])
-    data = gather([fabricate(folder / "s", study, diverge=(("affine", 1e-3),))])
-    for group in data["groups"]:
-        group["attention"] = {arm["name"]: attention() for arm in group["arms"]}
-    path = folder / "report.html"
-    path.write_text(rendered(data), encoding="utf-8")
-    return path
-
-
-def draw_all(browser: Browser) -> None:
-    """Scroll through the page, as a reader would, so that every figure comes into view."""
-    browser.run(
-        "for (const f of document.querySelectorAll('figure')) { f.scrollIntoView({behavior: 'instant'});"
-        " await new Promise(r => setTimeout(r, 40)); } scrollTo({top: 0, behavior: 'instant'})"
-    )
-    browser.settle()
-
-
-def bring(browser: Browser, figure: str) -> None:
-    """Into view."""
+def picture_of(browser: Browser, figure: str) -> str:
+    """A figure with its axes, brought into view: another unit may move these alone."""
     browser.run(f"document.getElementById('{figure}').scrollIntoView({{block: 'center', behavior: 'instant'}})")
     browser.settle()
-
-
-def marks(browser: Browser, figure: str) -> str:
-    """Everything drawn in a figure, as text to compare."""
-    return browser.run(f"return [...document.querySelectorAll('#fig-{figure} .mark')].map(m => m.outerHTML).join('')")
-
-
-def drawn(browser: Browser, figure: str) -> str:
-    """A figure with its axes: another unit may move these alone."""
     return browser.run(f"return document.querySelector('#{figure} svg').innerHTML")
 
 
-def opened(browser: Browser, path: Path, **how: Any) -> None:
-    browser.open(path.as_uri(), **how)
-    browser.run("sessionStorage.clear()")
-    draw_all(browser)
+def text_of(browser: Browser, selector: str) -> str:
+    return browser.run(f"return document.querySelector('{selector}').textContent")
 
 
-def test_no_error_no_request_and_every_figure_has_marks(browser: Browser, report: Path) -> None:
-    opened(browser, report)
+def test_every_figure_is_drawn_when_it_comes_into_view_and_nothing_is_asked_for(browser: Browser, report: Path) -> None:
+    browser.open(report.as_uri(), height=500)
+    assert browser.run("return document.querySelector('#fig-logits svg') === null")
+    browser.scroll_through()
     for figure in FIGURES:
-        count = browser.run(f"return document.querySelectorAll('#fig-{figure} svg .mark').length")
-        assert count >= 5, figure
+        assert browser.run(f"return document.querySelectorAll('#fig-{figure} svg .mark').length") >= 5, figure
         assert "NaN" not in browser.run(f"return document.querySelector('#fig-{figure} svg').outerHTML"), figure
     assert browser.run("return document.querySelectorAll('section').length") == 10
     assert browser.complaints == []
     assert browser.requests == [report.as_uri()]
-
-
-def test_the_page_itself_forbids_requests(browser: Browser, report: Path) -> None:
-    opened(browser, report)
     said = browser.run("try { await fetch('http://127.0.0.1:9/'); return 'sent' } catch (e) { return 'refused' }")
     assert said == "refused"
     assert any("Content Security Policy" in complaint for complaint in browser.complaints)
 
 
-def test_figures_out_of_view_are_drawn_when_they_come_into_view(browser: Browser, report: Path) -> None:
-    browser.open(report.as_uri(), height=500)
-    drawn = "return document.querySelector('#fig-logits svg') !== null"
-    assert browser.run(drawn) is False
-    draw_all(browser)
-    assert browser.run(drawn) is True
-
-
 def test_hiding_an_arm_takes_it_out_of_every_figure_and_back(browser: Browser, report: Path) -> None:
-    opened(browser, report)
-    before = {figure: marks(browser, figure) for figure in FIGURES}
+    browser.show_all(report.as_uri())
+    before = draw_marks(browser)
     browser.click('.legend[data-arm="1"]')
     assert browser.run("return document.querySelector('.legend[data-arm=\"1\"]').ariaPressed") == "false"
-    draw_all(browser)
-    for figure in FIGURES:
+    for figure, marks in draw_marks(browser).items():
         assert 'data-arm="1"' in before[figure], figure
-        assert 'data-arm="1"' not in marks(browser, figure), figure
+        assert 'data-arm="1"' not in marks, figure
     browser.click('.legend[data-arm="1"]')
-    draw_all(browser)
-    assert {figure: marks(browser, figure) for figure in FIGURES} == before
+    assert draw_marks(browser) == before
     for k in range(5):
         browser.click(f'.legend[data-arm="{k}"]')
-    draw_all(browser)
-    assert browser.run("return document.querySelectorAll('figure .mark').length") == 0
+    assert "".join(draw_marks(browser).values()) == ""
     assert browser.complaints == []
 
 
 def test_every_switch_changes_its_figure(browser: Browser, report: Path) -> None:
-    opened(browser, report)
+    browser.show_all(report.as_uri())
     switches = browser.run(
         "return [...document.querySelectorAll('figure button[aria-pressed=false]')]"
         ".filter(b => b.offsetParent).map(b => [b.closest('figure').id, b.dataset.control, b.dataset.value])"
     )
-    assert {("fig-curves", "x", "seconds"), ("fig-curves", "scale", "log"), ("fig-cost", "x", "step")} <= {
-        tuple(switch) for switch in switches
-    }
+    expected = ["curves x seconds", "curves scale log", "logits scale log", "cost x step", "forest unit exponential"]
+    assert {f"fig-{switch}" for switch in expected} <= {" ".join(switch) for switch in switches}
     for figure, control, value in switches:
-        bring(browser, figure)
-        back = browser.run(
-            f"return document.querySelector('#{figure} [data-control={control}][aria-pressed=true]').dataset.value"
-        )
-        before = drawn(browser, figure)
+        back = f"return document.querySelector('#{figure} [data-control={control}][aria-pressed=true]').dataset.value"
+        before, was = picture_of(browser, figure), browser.run(back)
         browser.click(f'#{figure} [data-control={control}][data-value="{value}"]')
-        assert drawn(browser, figure) != before, (figure, control, value)
+        assert picture_of(browser, figure) != before, (figure, control, value)
         assert browser.run(f"return document.querySelectorAll('#{figure} .mark').length") > 0
-        browser.click(f'#{figure} [data-control={control}][data-value="{back}"]')
-        assert drawn(browser, figure) == before, (figure, control, value)
-    for figure in ("entropy", "logits", "maps"):
-        bring(browser, f"fig-{figure}")
-        before = drawn(browser, f"fig-{figure}")
+        browser.click(f'#{figure} [data-control={control}][data-value="{was}"]')
+        assert picture_of(browser, figure) == before, (figure, control, value)
+    for figure in ("fig-entropy", "fig-logits", "fig-maps"):
+        before = picture_of(browser, figure)
         browser.run(
-            f"const s = document.querySelector('#fig-{figure} select'); s.selectedIndex = 1;"
+            f"const s = document.querySelector('#{figure} select'); s.selectedIndex = 1;"
             "s.dispatchEvent(new Event('change'))"
         )
-        browser.settle()
-        same = drawn(browser, f"fig-{figure}") == before
-        assert same == (figure == "maps"), figure  # the made-up heads are all alike
+        is_same = picture_of(browser, figure) == before
+        assert is_same == (figure == "fig-maps"), figure  # the made-up heads are all alike
     assert browser.complaints == []
 
 
 def test_the_other_corpus_can_be_shown(browser: Browser, report: Path) -> None:
-    opened(browser, report)
+    browser.show_all(report.as_uri())
     browser.click('[data-group="1"]')
-    draw_all(browser)
+    browser.scroll_through()
     assert browser.run("return document.querySelector('[data-group=\"1\"]').ariaSelected") == "true"
-    assert "novels" in browser.run("return document.querySelector('#fig-curves svg title').textContent")
+    assert "novels" in text_of(browser, "#fig-curves svg title")
     assert browser.run("return document.querySelectorAll('.answer').length") == 2
 
 
-def luminance(browser: Browser, where: str) -> float:
-    colour = browser.run(f"return getComputedStyle(document.querySelector('{where}')).backgroundColor")
-    return sum(int(part) for part in colour.removeprefix("rgb(").removesuffix(")").split(",")) / 3
-
-
 def test_light_and_dark_follow_the_system_and_the_button(browser: Browser, report: Path) -> None:
-    opened(browser, report)
-    light = marks(browser, "curves")
-    assert luminance(browser, "body") > 200
+    def is_light() -> bool:
+        browser.settle()
+        colour = browser.run("return getComputedStyle(document.body).backgroundColor")
+        return sum(int(part) for part in colour.removeprefix("rgb(").removesuffix(")").split(",")) / 3 > 200
+
+    browser.show_all(report.as_uri())
+    light = draw_marks(browser)["curves"]
+    assert is_light()
     browser.dark(True)
-    draw_all(browser)
-    assert luminance(browser, "body") < 60
-    assert marks(browser, "curves") != light
+    assert not is_light()
+    assert draw_marks(browser)["curves"] != light
     browser.click("#theme")
-    draw_all(browser)
-    assert luminance(browser, "body") > 200
-    assert marks(browser, "curves") == light
+    assert is_light()
+    assert draw_marks(browser)["curves"] == light
     browser.click("#theme")
-    assert luminance(browser, "body") < 60
     browser.dark(False)  # what the button said stays
-    browser.settle()
-    assert luminance(browser, "body") < 60
+    assert not is_light()
 
 
-@pytest.mark.parametrize("width", [320, 390, 768, 1600])
-def test_no_width_scrolls_sideways(browser: Browser, report: Path, width: int) -> None:
-    opened(browser, report, width=width)
+def test_no_width_scrolls_sideways(browser: Browser, report: Path) -> None:
+    browser.show_all(report.as_uri())
     browser.run("document.querySelectorAll('details').forEach(d => { d.open = true })")
-    browser.settle()
-    assert browser.run("return document.documentElement.scrollWidth") <= width
-    inside = browser.run(
-        "return [...document.querySelectorAll('figure svg text')].filter(t => { const a = t.getBoundingClientRect(),"
-        " b = t.ownerSVGElement.getBoundingClientRect(); return a.left < b.left - 1 || a.right > b.right + 1 })"
-        ".map(t => t.closest('figure').id + ': ' + t.textContent)"
-    )
-    assert inside == []
+    for width in (320, 390, 768, 1600):
+        browser.resize(width)
+        browser.scroll_through()
+        assert browser.run("return document.documentElement.scrollWidth") <= width
+        outside = browser.run(
+            "return [...document.querySelectorAll('figure svg text')].filter(t => {"
+            " const a = t.getBoundingClientRect(), b = t.ownerSVGElement.getBoundingClientRect();"
+            " return a.left < b.left - 1 || a.right > b.right + 1 })"
+            ".map(t => t.closest('figure').id + ': ' + t.textContent)"
+        )
+        assert outside == []
 
 
 def test_marks_tell_their_numbers_by_mouse_and_by_keyboard(browser: Browser, report: Path) -> None:
-    opened(browser, report)
+    browser.show_all(report.as_uri())
+    is_hidden = "return document.getElementById('tip').hidden"
     box = browser.run(
         "const m = document.querySelector('#fig-forest .mark');"
         "m.scrollIntoView({block: 'center', behavior: 'instant'});"
         "const b = m.getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2]"
     )
     browser.hover(*box)
-    assert "nats per token" in browser.run("return document.getElementById('tip').textContent")
+    assert "nats per token" in text_of(browser, "#tip")
     browser.hover(2, 2)
-    assert browser.run("return document.getElementById('tip').hidden") is True
+    assert browser.run(is_hidden) is True
     for figure in FIGURES:
         browser.run(
             f"const s = document.querySelector('#fig-{figure} svg[tabindex]');"
@@ -228,18 +164,14 @@ def test_marks_tell_their_numbers_by_mouse_and_by_keyboard(browser: Browser, rep
         browser.settle()
         browser.key("ArrowRight")
         browser.settle()
-        first = browser.run("return document.getElementById('tip').textContent")
-        browser.key("ArrowRight")
-        browser.settle()
-        assert first, figure
-        assert browser.run("return document.getElementById('tip').hidden") is False, figure
+        assert text_of(browser, "#tip"), figure
+        assert browser.run(is_hidden) is False, figure
         browser.key("Escape")
-        browser.settle()
-        assert browser.run("return document.getElementById('tip').hidden") is True, figure
+        assert browser.run(is_hidden) is True, figure
 
 
 def test_everything_that_can_be_pressed_can_be_reached_and_has_a_name(browser: Browser, report: Path) -> None:
-    opened(browser, report)
+    browser.show_all(report.as_uri())
     nameless = browser.run(
         "return [...document.querySelectorAll('button, select, input, svg[tabindex]')].filter(e => e.tabIndex < 0 ||"
         " !(e.ariaLabel || e.textContent.trim() || e.closest('label')?.textContent.trim())).map(e => e.outerHTML)"
@@ -252,20 +184,8 @@ def test_everything_that_can_be_pressed_can_be_reached_and_has_a_name(browser: B
     assert browser.run("return document.activeElement === document.querySelector('.legend')") is True
 
 
-def test_names_are_text_and_never_markup(browser: Browser, report: Path, tmp_path: Path) -> None:
-    data = gather([fabricate(tmp_path / "s", spec(seeds=1, lrs=[1e-3]), steps=20)])
-    wild = "<img src=x onerror=document.title='owned'>"
-    data["groups"][0] |= {"corpus": wild, "headline": wild, "notes": [wild], "settling": wild, "command": wild}
-    data["groups"][0]["arms"][1]["name"] = wild
-    (tmp_path / "r.html").write_text(rendered(data), encoding="utf-8")
-    opened(browser, tmp_path / "r.html")
-    assert browser.run("return document.querySelectorAll('img').length") == 0
-    assert browser.run("return document.title") != "owned"
-    assert browser.complaints == []
-
-
 def test_figures_and_tables_are_saved(browser: Browser, report: Path, tmp_path: Path) -> None:
-    opened(browser, report)
+    browser.show_all(report.as_uri())
     browser.run("document.querySelectorAll('details').forEach(d => { d.open = true })")
     browser.settle()
     browser.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
@@ -288,36 +208,75 @@ def test_figures_and_tables_are_saved(browser: Browser, report: Path, tmp_path: 
         elif path.suffix == ".png":
             width, height = struct.unpack(">II", content[16:24])
             assert content[:4] == b"\x89PNG"
-            assert width >= 600
-            assert height >= 400
-            assert len(set(content[64:])) > 100
+            assert (width >= 600, height >= 400, len(set(content[64:])) > 100) == (True, True, True)
     ledger = next(path for path in saved if path.name.endswith("ledger.csv")).read_text().splitlines()
     assert ledger[0].startswith("arm,learning_rate,learning_rates_tried")
     assert ledger[2].startswith("k=v,0.003,0.001 0.003,4,0,")
     runs = next(path for path in saved if path.name.endswith("runs.csv")).read_text().splitlines()
     assert len(runs) == 1 + 20
+    assert "test_bits_per_byte" in runs[0]
     assert "0123456789abcdef0123456789abcdef01234567" in runs[1]
     assert browser.complaints == []
 
 
-def test_a_single_seed_and_a_study_without_runs_are_said_plainly(browser: Browser, tmp_path: Path) -> None:
-    one = build([fabricate(tmp_path / "one", spec(seeds=1), steps=20)], tmp_path / "one.html")
-    opened(browser, one)
-    assert "anecdote" in browser.run("return document.querySelector('#fig-forest').textContent")
-    assert browser.run("return document.querySelectorAll('#fig-forest path.mark[stroke-width=\"2.2\"]').length") == 0
+def test_names_are_text_and_never_markup(browser: Browser, tmp_path: Path) -> None:
+    data = gather_data([fabricate(tmp_path / "s", spec(seeds=1, lrs=[1e-3]), steps=20)])
+    wild = "<img src=x onerror=document.title='owned'>"
+    data["groups"][0] |= {"corpus": wild, "headline": wild, "notes": [wild], "settling": wild, "command": wild}
+    data["groups"][0]["arms"][1]["name"] = wild
+    (tmp_path / "r.html").write_text(render_report(data), encoding="utf-8")
+    browser.show_all((tmp_path / "r.html").as_uri())
+    assert browser.run("return document.querySelectorAll('img').length") == 0
+    assert browser.run("return document.title") != "owned"
+    assert browser.complaints == []
+
+
+@pytest.fixture
+def accuracy() -> Iterator[str]:
+    """A metric of another package, of which more is better."""
+
+    @register.metric("accuracy")
+    class Accuracy(Metric):
+        label, unit, difference_unit = "accuracy", "share correct", "share correct"
+        lower_is_better = False
+
+        def read(self, evaluation: Mapping[str, Any]) -> float:
+            return 1 - float(evaluation["loss"]) / 10
+
+    yield "accuracy"
+    del register.metric.entries["accuracy"]
+
+
+def test_a_metric_of_another_package_has_its_own_name_unit_and_direction(
+    browser: Browser, tmp_path: Path, accuracy: str
+) -> None:
+    folder = fabricate(tmp_path / "s", spec(metric=accuracy, margin=1e-4), steps=20)
+    browser.show_all(build_report([folder], tmp_path / "r.html").as_uri())
+    assert "share correct on test text, higher is better" in text_of(browser, ".measure")
+    assert "right of 0 is better" in text_of(browser, "#fig-forest")
+    assert "difference to standard, share correct" in text_of(browser, "#fig-forest svg")
+    for figure in ("curves", "rates", "cost"):
+        assert "accuracy, share correct" in text_of(browser, f"#fig-{figure} svg"), figure
+    assert "Up and left is better" in text_of(browser, "#fig-cost")
+    assert "accuracy, share correct" in text_of(browser, "#table-facts")
+    words = browser.run("return [...document.querySelectorAll('.arms .chip')].map(e => e.textContent)")
+    assert words[:3] == ["baseline", "worse", "better"]
+    assert browser.complaints == []
+
+
+def test_one_seed_no_run_and_no_study_are_said_plainly(browser: Browser, tmp_path: Path) -> None:
+    folder = fabricate(tmp_path / "one", spec(seeds=1), steps=20)
+    browser.show_all(build_report([folder], tmp_path / "one.html").as_uri())
+    assert "anecdote" in text_of(browser, "#fig-forest")
+    assert browser.run("return document.querySelectorAll('#fig-forest .interval').length") == 0
     assert browser.complaints == []
     (tmp_path / "none").mkdir()
-    (tmp_path / "none" / "study.json").write_bytes((tmp_path / "one" / "study.json").read_bytes())
-    opened(browser, build([tmp_path / "none"], tmp_path / "none.html"))
-    assert "Nothing to compare" in browser.run("return document.querySelector('.headline').textContent")
+    shutil.move(folder / "study.json", tmp_path / "none" / "study.json")
+    browser.show_all(build_report([tmp_path / "none"], tmp_path / "none.html").as_uri())
+    assert "Nothing to compare" in text_of(browser, ".headline")
     assert browser.complaints == []
-
-
-def test_plain_runs_have_a_page_without_a_verdict(browser: Browser, tmp_path: Path) -> None:
-    folder = fabricate(tmp_path / "s", spec(seeds=2, lrs=[1e-3]), steps=40)
-    (folder / "study.json").unlink()
-    opened(browser, build([folder], tmp_path / "r.html"))
-    assert "no study" in browser.run("return document.querySelector('#verdict').textContent")
+    browser.show_all(build_report([folder], tmp_path / "r.html").as_uri())
+    assert "no study" in text_of(browser, "#verdict")
     assert browser.run("return document.querySelectorAll('#fig-curves .mark').length") > 5
     assert browser.complaints == []
 
@@ -326,13 +285,13 @@ def test_the_served_page_reloads_when_a_run_has_news_and_keeps_what_was_hidden(
     browser: Browser, tmp_path: Path
 ) -> None:
     study = spec(seeds=1, lrs=[1e-3])
-    last = Planned("stdlib", "qk-norm", 1e-3, 0)
+    last = PlannedRun("stdlib", "qk-norm", 1e-3, 0)
     folder = fabricate(tmp_path / "s", study, steps=20, unfinished=(last,))
-    with Live([folder], 0, every=0.1) as live:
-        browser.open(live.address)
-        assert "4 of 5 runs have ended" in browser.run("return document.querySelector('.answer').textContent")
+    with ReportServer([folder], 0, every=0.1) as server:
+        browser.open(server.address)
+        assert "4 of 5 runs have ended" in text_of(browser, ".answer")
         browser.click('.legend[data-arm="1"]')
-        shutil.rmtree(last.folder(folder))
+        shutil.rmtree(last.folder_in(folder))
         fabricate(folder, study, steps=20, only=last)
         until = time.monotonic() + 30
         while "4 of 5 runs" in browser.run("return document.querySelector('.answer')?.textContent ?? '4 of 5 runs'"):
@@ -340,23 +299,24 @@ def test_the_served_page_reloads_when_a_run_has_news_and_keeps_what_was_hidden(
             time.sleep(0.1)
         browser.settle()
         assert browser.run("return document.querySelector('.legend[data-arm=\"1\"]').ariaPressed") == "false"
-        assert {url.removeprefix(live.address) for url in browser.requests} == {"", "version"}
+        assert {url.removeprefix(server.address) for url in browser.requests} == {"", "version"}
         assert browser.complaints == []
         browser.open("about:blank")
 
 
-def test_three_hundred_runs_load_at_once_and_stay_small(browser: Browser, tmp_path: Path) -> None:
-    study = spec(seeds=20, lrs=[1e-3, 2e-3, 3e-3])
-    folder = fabricate(tmp_path / "s", study, steps=300, everywhere=True)
-    data = gather([folder])
-    assert len(data["groups"][0]["runs"]) == 300
-    data["groups"][0]["attention"] = {arm["name"]: attention() for arm in data["groups"][0]["arms"]}
+def test_three_hundred_runs_load_at_once_and_stay_small(browser: Browser, tmp_path: Path, folder: Path) -> None:
+    data = gather_data([folder])
+    (group,) = data["groups"]
+    group["runs"] = [run | {"seed": run["seed"] + 3 * k, "shown": True} for k in range(15) for run in group["runs"]]
+    known = {run["arm"]: run for run in group["runs"] if run["train"]}
+    group["runs"] = [known[run["arm"]] | {"seed": run["seed"], "lr": run["lr"]} for run in group["runs"]]
+    group["attention"] = {arm["name"]: make_attention() for arm in group["arms"]}
+    assert len(group["runs"]) == 300
     path = tmp_path / "r.html"
-    path.write_text(rendered(data), encoding="utf-8")
+    path.write_text(render_report(data), encoding="utf-8")
     assert path.stat().st_size < 5e6
-    seconds = min(browser.open(path.as_uri()) for _ in range(2))
-    assert seconds < 2
-    draw_all(browser)
+    assert min(browser.open(path.as_uri()) for _ in range(2)) < 2
+    browser.scroll_through()
     assert browser.run("return document.querySelectorAll('figure svg').length") == len(FIGURES)
     pressed = browser.run(
         "document.querySelector('#fig-curves').scrollIntoView({behavior: 'instant'});"
@@ -365,8 +325,3 @@ def test_three_hundred_runs_load_at_once_and_stay_small(browser: Browser, tmp_pa
     )
     assert pressed < 500
     assert browser.complaints == []
-
-
-def test_all_scripts_are_in_the_page() -> None:
-    folder = Path(page_module.__file__).parent / "page"
-    assert {path.name for path in folder.glob("*.js")} == set(page_module.SCRIPTS)

@@ -1,106 +1,55 @@
-"""`qklab inspect`: what it measures, what it draws, what it refuses. And the study files of the published claims."""
+"""`qklab inspect`: what it measures, what its page shows, what it refuses."""
 
 import json
 import math
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import torch
+from browser import Browser
+from fabricated import CONTEXT, HEADS, LAYERS, TrainTiny
 
-from qklab.data import Corpus, DataSpec, prepare
+from qklab.data import Corpus
 from qklab.model.diagnose import diagnose
-from qklab.report import inspect as subject
-from qklab.report.inspect import attention_of, inspect
+from qklab.report import inspect as inspect_module
+from qklab.report.inspect import inspect_run, load_inspection, read_attention, token_text
+from qklab.report.page import fill_template, pack_maps
 from qklab.runs.directory import RunDirectory, RunError
-from qklab.study.plan import tuning
-from qklab.study.spec import StudySpec, read_study
-from qklab.train.launch import train
-from qklab.train.spec import RunSpec, merged, resolve
-from qklab.train.trained import load
+from qklab.train.load import load_model
 
-ROOT = Path(__file__).parents[2]
-CONTEXT, LAYERS, HEADS = 64, 3, 2
 TEXT = 'if x < 1 & y > 2: <script>"'
-TINY: dict[str, Any] = {
-    "corpus": {"tokenizer": "bytes"},
-    "model": {"layers": LAYERS, "width": 32, "context": CONTEXT, "mlp_ratio": 2.0},
-    "attention": {"heads": HEADS},
-    "batch": {"sequences": 8},
-    "budget": {"tokens": 8 * CONTEXT * 12},
-    "evaluation": {"times": 6, "tokens": 480, "probes": 1, "probe_tokens": 24},
-    "execution": {"device": "cpu", "threads": 1, "checkpoint_steps": 4, "keep": 4},
-}
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The licence's paragraphs as documents, in bytes."""
-    folder = tmp_path_factory.mktemp("corpus")
-    paragraphs = [p.strip() for p in (ROOT / "LICENSE").read_text(encoding="utf-8").split("\n\n")]
-    text = folder / "licence.txt"
-    text.write_text("\n<|endoftext|>\n".join(p[:40] for p in paragraphs) + "\n<|endoftext|>\n", encoding="utf-8")
-    return prepare(
-        DataSpec(source=str(text), tokenizer="bytes", valid=0.3, test=0.1), out=folder / "it", workers=1
-    ).folder
-
-
-Trained = Callable[..., Path]
-
-
-@pytest.fixture(scope="module")
-def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    def made(**changes: Any) -> Path:
-        spec, execution = resolve(merged(merged(TINY, {"corpus": {"source": str(corpus)}}), changes))
-        folder = tmp_path_factory.mktemp("run") / "run"
-        assert train(spec, folder, execution).status == "finished"
-        return folder
-
-    return made
-
-
-@pytest.fixture(scope="module")
-def run(trained: Trained) -> Path:
-    """A run whose best checkpoint is not its newest: its learning rate is too high to stay good."""
-    folder = trained(optimiser={"lr": 0.2, "clip": 0.0}, schedule={"kind": "constant", "warmup": 1.0})
-    steps = {which: subject.subject(folder, "a", which).step for which in ("newest", "best")}
-    assert steps["newest"] == 12
-    assert steps["best"] < 12
-    return folder
+LONG = TEXT + " again" * 6
 
 
 def ids_of(run: Path, text: str) -> torch.Tensor:
-    _, tokenizer = load(run)
+    _, tokenizer = load_model(run)
     return torch.tensor([[tokenizer.eot, *tokenizer.encode([text])[0].tolist()]])
 
 
-@pytest.mark.parametrize("which", ["newest", "best"])
-def test_the_maps_are_those_of_the_three_layers_of_the_checkpoint(run: Path, which: Any):
-    found = attention_of(run, TEXT, which=which)
-    model, _ = load(run, which)
-    assert found["tokens"] == ["<|endoftext|>", *TEXT]
-    assert {name: layer["index"] for name, layer in found["layers"].items()} == {"first": 0, "middle": 1, "last": 2}
-    for layer in found["layers"].values():
-        own = diagnose(model, ids_of(run, TEXT), layers=[layer["index"]], maps=True).maps
-        assert own is not None
-        maps = np.array(layer["maps"])
-        assert maps.shape == (HEADS, len(TEXT) + 1, len(TEXT) + 1)
-        assert maps == pytest.approx(own[0, 0].numpy(), abs=5.1e-4)
-        assert all(value == round(value, 3) for value in maps.flatten())
-        assert not np.triu(maps, 1).any()
-
-
-def test_checkpoints_differ(run: Path):
-    assert attention_of(run, TEXT)["layers"] != attention_of(run, TEXT, which="best")["layers"]
+def test_the_maps_are_those_of_three_layers_of_the_checkpoint(run: Path):
+    steps = {which: load_inspection(run, "a", which).step for which in ("newest", "best")}
+    assert steps["best"] < steps["newest"] == 12
+    for which in ("newest", "best"):
+        found = read_attention(run, TEXT, which=which)
+        model, _ = load_model(run, which)
+        assert found["tokens"] == ["<|endoftext|>", *TEXT]
+        assert {name: each["index"] for name, each in found["layers"].items()} == {"first": 0, "middle": 1, "last": 2}
+        for layer in found["layers"].values():
+            own = diagnose(model, ids_of(run, TEXT), layers=[layer["index"]], maps=True).maps
+            assert own is not None
+            maps = np.array(layer["maps"])
+            assert maps.shape == (HEADS, len(TEXT) + 1, len(TEXT) + 1)
+            assert maps == pytest.approx(own[0, 0].numpy(), abs=5.1e-4)
+            assert all(value == round(value, 3) for value in maps.flatten())
+            assert not np.triu(maps, 1).any()
 
 
 def test_maps_of_few_tokens_are_the_corner_of_those_of_many(run: Path):
-    few, many = attention_of(run, TEXT, tokens=5), attention_of(run, TEXT)
+    few, many = read_attention(run, TEXT, tokens=5), read_attention(run, TEXT)
     assert few["tokens"] == many["tokens"][:5]
     for name in few["layers"]:
         corner = np.array(many["layers"][name]["maps"])[:, :5, :5]
@@ -110,21 +59,24 @@ def test_maps_of_few_tokens_are_the_corner_of_those_of_many(run: Path):
 
 
 @pytest.fixture(scope="module")
-def written(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def out(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("out") / "new" / "folder"
-    paths = inspect(run, TEXT + " again" * 6, out)
-    assert all(path.parent == out for path in paths)
-    assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in paths)
-    return {path.name: path.read_text(encoding="utf-8") for path in paths}
+    assert inspect_run(run, LONG, out) == [out / "inspect.html", out / "inspect.json"]
+    assert len(list(out.iterdir())) == 2
+    return out
 
 
-def test_the_json_holds_every_quantity_and_where_it_comes_from(run: Path, written: dict[str, str]):
-    content, record = json.loads(written["inspect.json"]), RunDirectory(run).read()
-    text = TEXT + " again" * 6
-    model, _ = load(run)
-    whole = diagnose(model, ids_of(run, text))
-    assert content["text"] == "<|endoftext|>" + text
-    assert len(content["tokens"]) == len(text) + 1
+@pytest.fixture(scope="module")
+def content(out: Path) -> dict[str, Any]:
+    return json.loads((out / "inspect.json").read_text(encoding="utf-8"))
+
+
+def test_the_json_holds_every_quantity_and_where_it_comes_from(run: Path, content: dict[str, Any]):
+    record = RunDirectory(run).read()
+    model, _ = load_model(run)
+    whole = diagnose(model, ids_of(run, LONG))
+    assert content["text"] == "<|endoftext|>" + LONG
+    assert len(content["tokens"]) == len(LONG) + 1
     assert content["diagnostics"].keys() == whole.keys()
     for name, values in content["diagnostics"].items():
         known = torch.tensor([[math.nan if v is None else v for v in row] for row in values])
@@ -133,92 +85,134 @@ def test_the_json_holds_every_quantity_and_where_it_comes_from(run: Path, writte
     assert first[0] == 1
     assert first == sorted(first, reverse=True)
     assert (first[0] - first[1]) / first[0] == pytest.approx(content["diagnostics"]["spectral_gap"][1][0], rel=1e-3)
-    assert content["largest_entropy"] == pytest.approx(np.log(np.arange(1, len(text) + 2)).mean(), rel=1e-5)
+    assert content["largest_entropy"] == pytest.approx(np.log(np.arange(1, len(LONG) + 2)).mean(), rel=1e-5)
     origin = content["provenance"]
     assert (origin["run"], origin["step"], origin["commit"]) == (record["id"], 12, record["commit"])
     assert (origin["fingerprint"], origin["data"]) == (record["fingerprint"], record["data"]["hash"])
-    assert content["notes"] == [f"Attention maps show the first 48 of {len(text) + 1} tokens."]
+    assert content["notes"] == [f"Attention maps show the first 48 of {len(LONG) + 1} tokens."]
     assert len(content["layers"]["last"]["maps"][0]) == 48
 
 
-def svg_of(text: str) -> ElementTree.Element:
-    return ElementTree.fromstring(text)
+def tip(browser: Browser) -> str:
+    return browser.run("return document.getElementById('tip').textContent")
 
 
-def inside(text: str, tag: str) -> list[ElementTree.Element]:
-    return list(svg_of(text).iter("{http://www.w3.org/2000/svg}" + tag))
-
-
-def test_figures_and_page_stand_alone(written: dict[str, str]):
-    names = [f"attention-layer-{i}.svg" for i in range(LAYERS)] + ["entropy-and-sinks.svg", "spectrum.svg"]
-    assert list(written) == ["inspect.html", "inspect.json", *names]
-    for name in names:
-        assert inside(written[name], "title")[0].text
-        assert written[name] in written["inspect.html"]
-        assert "prefers-color-scheme: dark" in written[name]
-    page = written["inspect.html"]
-    assert "<script" not in page
-    assert "&lt;script&gt;" in page
-    assert set(re.findall(r"https?://[^\"]*", page)) == {"http://www.w3.org/2000/svg"}
-    assert not re.search(
-        r"(?:src|href)=\"(?!attention-layer-\d\.svg|entropy-and-sinks\.svg|spectrum\.svg|inspect\.json)", page
-    )
-
-
-def painted(svg: str, left: float, top: float, cell: float, count: int) -> np.ndarray:
-    """The opacities of a square of cells, read back from the paths."""
-    found = np.zeros((count, count))
-    for path in inside(svg, "path"):
-        for x, y, w in re.findall(r"M([\d.]+) ([\d.]+)h([\d.]+)v", path.attrib["d"]):
-            i, j, n = ((float(v) - base) / cell for v, base in ((y, top), (x, left), (w, 0.0)))
-            if -0.1 < j < count - 0.1 and -0.1 < i < count - 0.1:
-                assert abs(i - round(i)) < 0.1
-                assert abs(j - round(j)) < 0.1
-                found[round(i), round(j) : round(j + n)] = float(path.attrib["fill-opacity"])
-    return found
-
-
-def test_a_map_is_drawn_as_it_is(written: dict[str, str]):
-    maps = np.array(json.loads(written["inspect.json"])["layers"]["middle"]["maps"])
-    svg = written["attention-layer-1.svg"]
-    frames = [e.attrib for e in inside(svg, "rect") if e.attrib["class"] == "edge" and float(e.attrib["width"]) > 40]
-    assert len(frames) == 1 + HEADS
-    for frame, table in zip(frames, [maps.mean(0), *maps], strict=True):
-        cell = float(frame["width"]) / 48
-        drawn = painted(svg, float(frame["x"]), float(frame["y"]), cell, 48)
-        assert drawn == pytest.approx(np.sqrt(table), abs=0.5 / subject.LEVELS + 0.01)
-    labels = [e.text for e in inside(svg, "text")]
-    assert labels.count("⟨eot⟩") == 2  # beside its row and below its column
-    assert labels.count("·") == 2 * [" ", *TEXT, *" again" * 6][1:48].count(" ")
-
-
-def test_dots_and_lines_are_at_their_numbers(written: dict[str, str]):
-    entropy = json.loads(written["inspect.json"])["diagnostics"]["entropy"]
-    dots = [e.attrib for e in inside(written["entropy-and-sinks.svg"], "circle")]
-    assert len(dots) == 2 * LAYERS * HEADS
-    ticks = [
-        (float(e.attrib["y"]) - 4, float(e.text or ""))
-        for e in inside(written["entropy-and-sinks.svg"], "text")
-        if e.attrib["text-anchor"] == "end" and float(e.attrib["x"]) < 64
+def test_the_page_stands_alone_and_shows_every_map_as_it_is(browser: Browser, out: Path, content: dict[str, Any]):
+    browser.show_all((out / "inspect.html").as_uri())
+    assert browser.complaints == []
+    assert browser.requests == [(out / "inspect.html").as_uri()]
+    assert "<script>" in browser.run("return document.querySelector('pre').textContent")
+    assert browser.run(
+        "return [...document.querySelectorAll('figure')].map(f => f.querySelectorAll('.mark').length)"
+    ) == [
+        *[1 + HEADS] * LAYERS,  # a map each
+        *[1 + 1 + LAYERS * HEADS, 1 + LAYERS * HEADS, 1 + LAYERS * HEADS],  # lines, and a dot for every head
+        LAYERS,
     ]
-    (y0, v0), (y1, v1) = ticks[0], ticks[-1]
-    assert v0 < v1
-    assert y0 > y1  # more is higher up
-    heights = [v0 + (float(dot["cy"]) - y0) * (v1 - v0) / (y1 - y0) for dot in dots[: LAYERS * HEADS]]
-    assert heights == pytest.approx([value for layer in entropy for value in layer], abs=0.02)
-    bars = [e.attrib for e in inside(written["spectrum.svg"], "rect") if e.attrib["class"] == "bar"]
-    ranks = [sum(row) / HEADS for row in json.loads(written["inspect.json"])["diagnostics"]["effective_rank"]]
-    assert all(float(bar["height"]) > 0 for bar in bars)
-    shares = [float(bar["height"]) / float(bars[0]["height"]) for bar in bars]
-    assert shares == pytest.approx([rank / ranks[0] for rank in ranks], rel=1e-3)
+    maps = np.array(content["layers"]["middle"]["maps"])
+    for number, table in enumerate([maps.mean(0), *maps]):
+        image = f"const image = document.querySelectorAll('#fig-layer-2 image')[{number}];"
+        box = browser.run(
+            f"{image} image.scrollIntoView({{block: 'center', behavior: 'instant'}});"
+            "const b = image.getBoundingClientRect(); return [b.x, b.y, b.width]"
+        )
+        for query, key in ((0, 0), (20, 3), (47, 46)):
+            browser.hover(box[0] + (key + 0.5) * box[2] / 48, box[1] + (query + 0.5) * box[2] / 48)
+            assert f"query {query + 1} “{content['tokens'][query]}”" in tip(browser)
+            assert f"key {key + 1} “" in tip(browser)
+            told = float(tip(browser).rsplit(" ", 1)[1])
+            assert told == pytest.approx(table[query, key], abs=6e-4)
+        pixels = browser.run(
+            f"{image} const c = new OffscreenCanvas(48, 48).getContext('2d'), i = new Image();"
+            "i.src = image.getAttribute('href'); await i.decode(); c.drawImage(i, 0, 0);"
+            "return [...c.getImageData(0, 0, 48, 48).data]"
+        )
+        red, opacity = np.array(pixels).reshape(48, 48, 4)[..., 0], np.array(pixels).reshape(48, 48, 4)[..., 3]
+        assert (opacity == 255 * np.tri(48)).all()
+        seen = np.tri(48, dtype=bool)
+        order = np.argsort(table[seen], kind="stable")
+        assert (np.diff(red[seen][order].astype(int)) <= 0).all()  # the more weight, the less paper
+
+
+def test_dots_are_at_their_numbers_and_say_them(browser: Browser, out: Path, content: dict[str, Any]):
+    browser.show_all((out / "inspect.html").as_uri())
+    for name in ("entropy", "sink_mass", "effective_rank"):
+        heights = browser.run(
+            f"return [...document.querySelectorAll('#fig-{name} .mark[transform]')]"
+            ".map(m => Number(m.getAttribute('transform').match(/,(.*)\\)/)[1]))"
+        )
+        values = [value for layer in content["diagnostics"][name] for value in layer]
+        slope, _ = np.polyfit(values, heights, 1)
+        assert slope < 0  # more is higher up
+        assert abs(np.corrcoef(values, heights)[0, 1]) > 1 - 1e-5
+        browser.run(f"document.querySelector('#fig-{name} svg').focus()")
+        browser.key("ArrowRight")
+        browser.settle()
+        assert tip(browser).split("\n")[0] == "layer 1, head 1"
+        assert float(tip(browser).split("\n")[1]) == pytest.approx(values[0], rel=1e-3)
+    labels = browser.run("return [...document.querySelectorAll('#fig-layer-2 text')].map(t => t.textContent)")
+    assert labels.count("⟨eot⟩") == 2  # beside its row and below its column
+    assert labels.count("·") == 2 * [" ", *LONG][1:48].count(" ")
+
+
+def test_any_token_is_shown_without_control_characters(browser: Browser, content: dict[str, Any], tmp_path: Path):
+    names = {
+        " the": "·the",
+        "\n\t": "⏎⇥",
+        "\x07": "\\x07",
+        "\u202e": "\\x202e",
+        "a" * 12: "a" * 12,
+        "a" * 13: "a" * 11 + "…",
+        "漢" * 8: "漢" * 6 + "…",
+        "</script>": "</script>",
+    }
+    tokens = [*names, *content["tokens"][len(names) :]]
+    wild = content | {"tokens": tokens, "text": "".join(tokens)}
+    path = tmp_path / "inspect.html"
+    path.write_text(fill_template("wild", "inspect.js", wild | pack_maps(wild)), encoding="utf-8")
+    browser.show_all(path.as_uri(), dark=True)
+    labels = browser.run("return [...document.querySelectorAll('#fig-layer-1 text')].map(t => t.textContent)")
+    assert labels[1 : 1 + 2 * len(names) : 2] == list(names.values())
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\u202e]", browser.run("return document.body.innerText"))
+    assert browser.complaints == []
+
+
+def test_a_diverged_model_is_shown_as_such(
+    run: Path, browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    model, tokenizer = load_model(run)
+    with torch.no_grad():
+        model.embed.weight.fill_(math.nan)
+    monkeypatch.setattr(inspect_module, "load_model", lambda *_: (model, tokenizer))
+    inspect_run(run, TEXT, tmp_path)
+    content = json.loads((tmp_path / "inspect.json").read_text(), parse_constant=pytest.fail)
+    assert content["diagnostics"]["entropy"] == [[None] * HEADS] * LAYERS
+    assert content["layers"]["first"]["maps"][0][1][0] is None
+    browser.show_all((tmp_path / "inspect.html").as_uri())
+    assert "the model has diverged" in browser.run("return document.querySelector('#fig-entropy').textContent")
+    browser.run("document.querySelector('#fig-layer-1 svg').focus()")
+    browser.key("ArrowRight")
+    browser.settle()
+    assert "not finite" in tip(browser)
+    assert browser.complaints == []
+
+
+@pytest.mark.parametrize("mix", ["differential", "differential-v2"])
+def test_every_softmax_of_differential_attention_is_shown(train_tiny: TrainTiny, tmp_path: Path, mix: str):
+    folder = train_tiny(attention={"mix": mix}, model={"layers": 1}, budget={"tokens": 8 * CONTEXT})
+    inspect_run(folder, TEXT, tmp_path)
+    content = json.loads((tmp_path / "inspect.json").read_text())
+    assert content["heads"] == "softmaxes"
+    assert {name: layer["index"] for name, layer in content["layers"].items()} == {"first": 0, "middle": 0, "last": 0}
+    assert len(content["layers"]["first"]["maps"]) == HEADS * (2 if mix == "differential-v2" else 1)
 
 
 def test_empty_text_is_the_first_validation_window(run: Path, corpus: Path, tmp_path: Path):
     split = Corpus.open(corpus).splits["valid"]
     stream = split.read(0, CONTEXT)
-    found = attention_of(run, "  \n", tokens=CONTEXT)
-    _, tokenizer = load(run)
-    assert found["tokens"] == [subject.token_text(tokenizer, int(token)) for token in stream]
+    found = read_attention(run, "  \n", tokens=CONTEXT)
+    _, tokenizer = load_model(run)
+    assert found["tokens"] == [token_text(tokenizer, int(token)) for token in stream]
     begins = int(split.starts[1])
     assert 0 < begins < CONTEXT  # a second document is in the window, and is blind to the first
     maps = np.array(found["layers"]["last"]["maps"])
@@ -226,16 +220,16 @@ def test_empty_text_is_the_first_validation_window(run: Path, corpus: Path, tmp_
     assert maps[:, begins, begins] == pytest.approx(1)
     assert [note.split(",")[0] for note in found["notes"]] == ["No text came"]
     said: list[str] = []
-    inspect(run, "", tmp_path, say=said.append)
+    inspect_run(run, "", tmp_path, say=said.append)
     assert said[0] == found["notes"][0]
     assert said[0] in (tmp_path / "inspect.html").read_text(encoding="utf-8")
 
 
 def test_a_long_text_is_cut_and_it_is_said(run: Path):
-    found = attention_of(run, "a" * 300, tokens=CONTEXT)
+    found = read_attention(run, "a" * 300, tokens=CONTEXT)
     assert len(found["tokens"]) == CONTEXT
     assert found["notes"] == [f"The text is 301 tokens long and was cut to the model's context of {CONTEXT}."]
-    just = attention_of(run, "a" * (CONTEXT - 1), tokens=CONTEXT)
+    just = read_attention(run, "a" * (CONTEXT - 1), tokens=CONTEXT)
     assert (len(just["tokens"]), just["notes"]) == (CONTEXT, [])
 
 
@@ -247,7 +241,7 @@ def one_sentence(error: BaseException) -> bool:
 def test_what_cannot_be_inspected_is_told_in_a_sentence(run: Path, tmp_path: Path):
     def refused(path: Path, text: str = "a", **more: Any) -> str:
         with pytest.raises(ValueError) as caught:
-            inspect(path, text, tmp_path / "out", **more)
+            inspect_run(path, text, tmp_path / "out", **more)
         assert one_sentence(caught.value), caught.value
         assert not (tmp_path / "out").exists()
         return str(caught.value)
@@ -272,9 +266,9 @@ def test_what_cannot_be_inspected_is_told_in_a_sentence(run: Path, tmp_path: Pat
     assert "not UTF-8" in refused(run, "ab\udc80")
     for tokens in (0, -1, True, 2.5):
         with pytest.raises(ValueError, match="tokens must be a whole number above 0"):
-            attention_of(run, "a", tokens=tokens)  # pyright: ignore[reportArgumentType]
+            read_attention(run, "a", tokens=tokens)  # pyright: ignore[reportArgumentType]
     with pytest.raises(RunError, match=r"cannot be written: .*; choose another folder with --out") as caught:
-        inspect(run, "a", tmp_path / "file" / "out")
+        inspect_run(run, "a", tmp_path / "file" / "out")
     assert one_sentence(caught.value)
 
 
@@ -285,208 +279,14 @@ def test_without_text_and_corpus_a_text_is_asked_for(run: Path, tmp_path: Path):
     record["data"]["folder"] = str(tmp_path / "gone")
     (copy / "run.json").write_text(json.dumps(record))
     with pytest.raises(RunError, match="give a text") as caught:
-        attention_of(copy, "")
+        read_attention(copy, "")
     assert one_sentence(caught.value)
-    assert attention_of(copy, "abc")["tokens"] == ["<|endoftext|>", "a", "b", "c"]
-
-
-def test_a_diverged_model_is_shown_as_such(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    model, tokenizer = load(run)
-    with torch.no_grad():
-        model.embed.weight.fill_(math.nan)
-    monkeypatch.setattr(subject, "load", lambda *_: (model, tokenizer))
-    inspect(run, TEXT, tmp_path)
-    content = json.loads((tmp_path / "inspect.json").read_text(), parse_constant=pytest.fail)
-    assert content["diagnostics"]["entropy"] == [[None] * HEADS] * LAYERS
-    assert content["layers"]["first"]["maps"][0][1][0] is None
-    assert 'class="lost"' in (tmp_path / "attention-layer-0.svg").read_text()
-    assert "the model has diverged" in (tmp_path / "entropy-and-sinks.svg").read_text()
-
-
-def test_any_text_gives_well_formed_figures(run: Path, tmp_path: Path):
-    inspect(run, "\x00\x1b[0m\r\u202e𝔘🙂漢字 ]]> -- &amp;\ufffe", tmp_path)
-    for path in tmp_path.glob("*.svg"):
-        ElementTree.parse(path)
-    page = (tmp_path / "inspect.html").read_text(encoding="utf-8")
-    assert not re.search(r"[\x00-\x08\x0b-\x1f\u202e\ufffe]", page)
+    assert read_attention(copy, "abc")["tokens"] == ["<|endoftext|>", "a", "b", "c"]
 
 
 def test_a_checkpoint_saved_meanwhile_is_not_mistaken(run: Path, monkeypatch: pytest.MonkeyPatch):
     """The step that is told is that of the weights."""
     steps = iter([4, 8, 8, 8])
-    monkeypatch.setattr(subject, "step_of", lambda *_: next(steps))
-    assert subject.subject(run, "a").step == 8
+    monkeypatch.setattr(inspect_module, "find_step", lambda *_: next(steps))
+    assert load_inspection(run, "a").step == 8
     assert next(steps, None) is None
-
-
-@pytest.mark.parametrize("mix", ["differential", "differential-v2"])
-def test_every_softmax_of_differential_attention_is_shown(trained: Trained, tmp_path: Path, mix: str):
-    folder = trained(attention={"mix": mix}, model={"layers": 1}, budget={"tokens": 8 * CONTEXT})
-    inspect(folder, TEXT, tmp_path)
-    content = json.loads((tmp_path / "inspect.json").read_text())
-    softmaxes = HEADS * (2 if mix == "differential-v2" else 1)
-    assert {name: layer["index"] for name, layer in content["layers"].items()} == {"first": 0, "middle": 0, "last": 0}
-    assert len(content["layers"]["first"]["maps"]) == softmaxes
-    assert "before the subtraction" in (tmp_path / "inspect.html").read_text(encoding="utf-8")
-    assert [path.name for path in tmp_path.glob("attention-*")] == ["attention-layer-0.svg"]
-    assert f"mean of {softmaxes} softmaxes" in (tmp_path / "attention-layer-0.svg").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize(
-    ("token", "shown"),
-    [(" the", "·the"), ("\n\t", "⏎⇥"), ("\x07", "\\x07"), ("a" * 12, "a" * 12), ("a" * 13, "a" * 11 + "…")],
-)
-def test_labels(token: str, shown: str):
-    assert subject.label(token) == shown
-
-
-def test_a_wide_label_takes_no_more_room_than_a_narrow_one():
-    assert subject.label("漢" * 7) == "漢" * 5 + "…"
-
-
-# The study files
-
-STUDIES = ROOT / "studies"
-CLAIMS = [f"a{i}" for i in range(1, 10)] + [f"b{i}" for i in range(1, 9)] + ["c1", "c2", "c3"]
-FILES = sorted(path.relative_to(STUDIES).as_posix() for path in STUDIES.rglob("*.toml"))
-
-
-def study(name: str) -> StudySpec:
-    return read_study(STUDIES / name)
-
-
-def arm(name: str, which: str | None = None) -> RunSpec:
-    found = study(name)
-    return found.run(which or found.baseline, found.corpora[0], found.lrs[0], 0)
-
-
-def parameters(name: str, which: str | None = None) -> int:
-    return arm(name, which).model.parameters()
-
-
-def test_every_claim_has_a_small_and_a_full_study():
-    assert {f"{claim}.toml" for claim in CLAIMS} | {f"full/{claim}.toml" for claim in CLAIMS} <= set(FILES)
-    assert {Path(name).stem.split("-")[0] for name in FILES} == set(CLAIMS)
-    names = [study(name).name for name in FILES]
-    assert len(set(names)) == len(names)
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_study_file_says_what_it_is_about_and_resolves(name: str):
-    text, found, stem = (STUDIES / name).read_text(encoding="utf-8"), study(name), Path(name).stem
-    claim = stem.split("-")[0].upper()
-    head = text.split("\n\n")[0].splitlines()
-    assert all(line.startswith("#") and len(line) <= 120 for line in head)
-    assert head[0].startswith(f"# {claim}: ")
-    assert sum(line.startswith("# Published: ") for line in head) == 1
-    assert sum(line.startswith("# Source: ") and "(arXiv 2" in line for line in head) == 1
-    assert f"#     qklab study studies/{name} --out runs/{name[:-5].replace('/', '-')}" in text
-    assert found.name.startswith(claim)
-    for which in found.arms:
-        for corpus in found.corpora:
-            for lr in found.lrs:
-                run = found.run(which, corpus, lr, 0)
-                assert (run.corpus.source, run.optimiser.lr) == (corpus, lr)
-    tokens_a_step = {found.run(which, found.corpora[0], found.lrs[0], 0).tokens_per_step for which in found.arms}
-    assert len(tokens_a_step) == 1
-
-
-@pytest.mark.parametrize("name", [name for name in FILES if "/" not in name])
-def test_a_small_study_takes_minutes(name: str):
-    found = study(name)
-    runs = len(list(tuning(found))) + len(found.corpora) * len(found.arms) * (found.seeds - found.tuning_seeds)
-    run = arm(name)
-    assert runs <= 25
-    assert max(parameters(name, which) for which in found.arms) < 2_000_000
-    assert (run.budget.tokens or 0) <= 300_000
-    assert (run.budget.seconds or 0.0) <= 60.0
-    assert found.corpora[0] == "stdlib"
-    assert found.seeds >= 2
-
-
-@pytest.mark.parametrize(
-    ("name", "millions"),
-    [
-        ("full/a1.toml", 59.3),
-        ("full/a5.toml", 151.9),
-        ("full/a6.toml", 353.6),
-        ("full/a8.toml", 59.3),
-        ("full/a9.toml", 454.2),
-        ("full/a9-150m.toml", 151.9),
-        ("full/b1.toml", 305.5),
-        ("full/b6.toml", 1215.1),
-        ("full/c1.toml", 1042.6),
-    ],
-)
-def test_full_studies_have_the_published_sizes(name: str, millions: float):
-    assert parameters(name) / 1e6 == pytest.approx(millions, abs=0.05)
-
-
-@pytest.mark.parametrize(
-    ("name", "which", "saved"),
-    [
-        ("full/b1.toml", "k=v", 50.0),
-        ("full/b2.toml", "q=k", 0.0),
-        ("full/b3.toml", "q=k=v", 50.0),
-        ("full/b4.toml", "gqa", 75.0),
-        ("full/b4.toml", "mqa", 93.8),
-        ("full/b4.toml", "k=v+gqa", 87.5),
-        ("full/b4.toml", "k=v+mqa", 96.9),
-        ("b4.toml", "gqa", 75.0),
-        ("b6.toml", "gqa", 75.0),
-        ("full/b6.toml", "gqa", 75.0),
-    ],
-)
-def test_caches_are_as_small_as_published(name: str, which: str, saved: float):
-    ratio = arm(name, which).model.cache_bytes(1) / arm(name).model.cache_bytes(1)
-    assert 100 * (1 - ratio) == pytest.approx(saved, abs=0.06)
-
-
-def test_the_published_set_ups():
-    assert parameters("full/a2.toml", "uncoupled") == pytest.approx(parameters("full/a2.toml", "leapfrog"), rel=1e-4)
-    assert parameters("a2.toml", "uncoupled") == pytest.approx(parameters("a2.toml", "leapfrog"), rel=1e-4)
-    steps = [arm("full/a3.toml", which).model.attention.coupling for which in study("full/a3.toml").arms]
-    assert [coupling.steps for coupling in steps if coupling is not None] == [1, 2, 3, 5, 7]
-    more = parameters("full/a9.toml", "differential-affine") / parameters("full/a9.toml") - 1
-    assert more == pytest.approx(0.003, abs=0.0005)
-    assert study("full/a9.toml").seeds == study("full/a9-150m.toml").seeds == 6
-    assert study("a4.toml").match == study("full/a4.toml").match == "seconds"
-    contexts = [arm(f"full/b5{tail}.toml").model.context for tail in ("-512", "-1024", "")]
-    assert contexts == [512, 1024, 2048]
-    assert len({arm(f"full/b5{tail}.toml").tokens_per_step for tail in ("-512", "-1024", "")}) == 1
-    assert arm("b5.toml").tokens_per_step == arm("b5-64.toml").tokens_per_step
-    for name, lr, layers, heads in (("full/b1.toml", 2e-4, 20, 16), ("full/b6.toml", 6e-5, 22, 32)):
-        run = arm(name)
-        assert (run.optimiser.lr, run.model.layers, run.model.attention.heads) == (lr, layers, heads)
-        assert (run.model.vocab, run.model.context, run.model.attention.position) == (50_304, 2048, "learned")
-        assert (run.optimiser.beta2, run.optimiser.weight_decay, run.optimiser.clip) == (0.95, 0.1, 1.0)
-        assert (run.schedule.kind, run.schedule.final, run.budget.tokens) == ("cosine", 0.1, 10_000_000_000)
-    for name in ("full/c1.toml", "full/c2.toml", "full/c3.toml"):
-        run = arm(name)
-        assert (run.tokens_per_step, run.steps, run.optimiser.kind) == (196_608, 5000, "muon")
-        assert (run.schedule.kind, 5000 * run.schedule.warmup) == ("constant", 500)
-        assert (run.model.layers, run.model.width, run.model.attention.heads) == (14, 2048, 32)
-        assert run.model.attention.head_width == 64
-        assert study(name).lrs == [3e-4, 3e-3, 3e-2]
-        taus = {arm(name, which).logit_control.tau for which in study(name).arms if which.startswith("quack")}
-        assert taus == {0.01, 0.1, 1.0, 10.0}
-    latent = arm("full/c2.toml").model.attention.latent
-    assert latent is not None
-    assert (latent.query_rank, latent.kv_rank, latent.rope_width) == (512, 256, 64)
-
-
-@pytest.mark.parametrize("claim", ["a4", "a7", "a8", "b7", "b8"])
-def test_what_cannot_be_done_yet_is_said(claim: str):
-    for name in (f"{claim}.toml", f"full/{claim}.toml"):
-        assert "Missing: " in (STUDIES / name).read_text(encoding="utf-8")
-
-
-def test_the_readme_lists_every_file_once():
-    text = (STUDIES / "README.md").read_text(encoding="utf-8")
-    linked = re.findall(r"\]\(([^)]+\.toml)\)", text)
-    assert sorted(linked) == FILES
-    rows = [line for line in text.splitlines() if re.match(r"\| [ABC]\d \|", line)]
-    assert [row[2:4].lower() for row in rows] == CLAIMS
-    for row in rows:
-        claim = row[2:4].lower()
-        assert f"`qklab study studies/{claim}.toml --out runs/{claim}" in row

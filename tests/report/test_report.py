@@ -18,26 +18,31 @@ import numpy as np
 import pytest
 from fabricated import COMMIT, DATA, fabricate, final_loss, number, scores, spec
 
-from qklab.report import build
+from qklab.report import build_report
+from qklab.report import maps as maps_module
 from qklab.report import page as page_module
-from qklab.report.data import arm_names, combined, gather, thinned
-from qklab.report.maps import Maps, packed
-from qklab.report.page import embedded, rendered
-from qklab.report.serve import Live
+from qklab.report.build import render_report
+from qklab.report.data import combine_values, gather_data, thin_losses
+from qklab.report.folders import name_arms
+from qklab.report.maps import MapCache
+from qklab.report.page import embed_json, pack_maps
+from qklab.report.serve import ReportServer
 from qklab.runs.directory import RunError
-from qklab.study.plan import Planned
-from qklab.study.stats import verdicts
+from qklab.study.plan import PlannedRun
+from qklab.study.verdict import judge_arms
+
+PAGE = Path(page_module.__file__).parent / "page"
+TWO: dict[str, Any] = {"standard": {}, "k=v": {"attention": {"share": "k=v"}}}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fabricate(tmp_path_factory.mktemp("study") / "s", spec())
-
-
-@pytest.fixture(scope="module")
-def told(folder: Path) -> dict[str, Any]:
-    (group,) = gather([folder])["groups"]
+def gather_one(*paths: Path) -> dict[str, Any]:
+    (group,) = gather_data(paths)["groups"]
     return group
+
+
+@pytest.fixture(scope="module")
+def group(folder: Path) -> dict[str, Any]:
+    return gather_one(folder)
 
 
 def arm(group: dict[str, Any], name: str) -> dict[str, Any]:
@@ -50,90 +55,75 @@ def data_of(page: str) -> dict[str, Any]:
     return json.loads(found.group(1))
 
 
-def test_every_run_of_the_study_is_there_with_its_numbers(told: dict[str, Any]) -> None:
+def test_every_run_of_the_study_is_there_with_its_numbers(group: dict[str, Any], folder: Path) -> None:
     study = spec()
-    assert len(told["runs"]) == told["planned"] == told["ended"] == 5 * (2 + 2)
-    for run in told["runs"]:
-        planned = Planned("stdlib", told["arms"][run["arm"]]["name"], run["lr"], run["seed"])
-        assert run["test"]["loss"] == pytest.approx(final_loss(planned, study), rel=1e-7)
-        assert run["valid"]["bits"] == pytest.approx((final_loss(planned, study) - 0.01) / math.log(2), rel=1e-7)
+    assert len(group["runs"]) == group["planned"] == group["ended"] == 5 * (2 + 2)
+    for run in group["runs"]:
+        planned = PlannedRun("stdlib", group["arms"][run["arm"]]["name"], run["lr"], run["seed"])
+        loss = final_loss(planned, study)
+        assert run["test"]["loss"] == pytest.approx(loss, rel=1e-7)
+        assert run["valid"]["bits_per_byte"] == pytest.approx((loss - 0.01) / math.log(2), rel=1e-7)
         assert run["id"] == f"{number(planned):032x}"
         assert (run["commit"], run["data"], run["status"]) == (COMMIT, DATA, "finished")
-        assert run["fingerprint"] == planned.spec(study).fingerprint
+        assert run["fingerprint"] == planned.resolve_spec(study).fingerprint
         assert run["curve"]["tokens"] == [512 * 20 * k for k in range(1, 11)]
         assert run["curve"]["seconds"][-1] == pytest.approx(run["seconds"], rel=1e-5)
+    # those at the learning rate that was chosen speak for their arm
+    assert all(each["lr"] == 3e-3 for each in group["arms"])
+    shown = [run for run in group["runs"] if run["shown"]]
+    assert ({run["lr"] for run in shown}, len(shown)) == ({3e-3}, 5 * 3)
+    last = sorted((folder / shown[0]["folder"] / "probes").glob("*.json"))[-1]
+    largest = json.loads(last.read_text())["layers"]["largest_logit"]
+    probes = shown[0]["probes"]
+    assert (probes["step"][-1], probes["logit_change"][0]) == (200, None)
+    assert probes["largest_logit"][-1] == [float(f"{max(row):.5g}") for row in largest]
 
 
-def test_only_runs_at_the_chosen_learning_rate_speak_for_an_arm(told: dict[str, Any]) -> None:
-    assert all(each["lr"] == 3e-3 for each in told["arms"])
-    assert {run["lr"] for run in told["runs"] if run["shown"]} == {3e-3}
-    assert sum(run["shown"] for run in told["runs"]) == 5 * 3
-
-
-def test_verdicts_are_those_of_the_statistics(told: dict[str, Any]) -> None:
+def test_verdicts_and_curves_are_those_of_the_statistics(group: dict[str, Any]) -> None:
     study = spec()
     values = {
-        name: {seed: final_loss(Planned("stdlib", name, 3e-3, seed), study) for seed in range(3)} for name in study.arms
+        name: {seed: final_loss(PlannedRun("stdlib", name, 3e-3, seed), study) for seed in range(3)}
+        for name in study.arms
     }
     baseline = values.pop("standard")
-    expected = verdicts(values, baseline, study.margin, name="standard", alpha=study.alpha, unit="nats")
-    for name, verdict in expected.items():
-        found = arm(told, name)["verdict"]
+    for name, verdict in judge_arms(values, baseline, study.margin, name="standard", alpha=study.alpha).items():
+        found = arm(group, name)["verdict"]
         assert found["verdict"] == verdict.verdict
         assert verdict.paired is not None
         assert found["paired"]["mean"] == pytest.approx(verdict.paired.mean, abs=1e-12)
         assert found["paired"]["low"] == pytest.approx(verdict.paired.low, abs=1e-12)
         assert found["differences"] == {str(s): pytest.approx(values[name][s] - baseline[s]) for s in range(3)}
-    assert arm(told, "standard")["verdict"] is None
-    assert "k=v is worse" in told["headline"]
-
-
-def test_the_difference_along_the_curve_ends_at_the_planted_one(told: dict[str, Any]) -> None:
-    found = arm(told, "k=v")["learning"]
+    assert arm(group, "standard")["verdict"] is None
+    assert "k=v is worse" in group["headline"]
+    learning = arm(group, "k=v")["learning"]
     for axis in ("tokens", "seconds"):
-        assert found[axis]["n"] == 3
-        assert all(a < b < c for a, b, c in zip(*(found[axis][k] for k in ("low", "mean", "high")), strict=True))
-    assert found["tokens"]["mean"][-1] == pytest.approx(arm(told, "k=v")["verdict"]["paired"]["mean"], abs=1e-5)
-    assert "tokens" in found["efficiency"]
+        assert learning[axis]["n"] == 3
+        assert all(a < b < c for a, b, c in zip(*(learning[axis][k] for k in ("low", "mean", "high")), strict=True))
+    assert learning["tokens"]["mean"][-1] == pytest.approx(arm(group, "k=v")["verdict"]["paired"]["mean"], abs=1e-5)
+    assert "tokens" in learning["efficiency"]
 
 
-def test_settings_are_told_once_and_those_that_differ_by_arm(told: dict[str, Any]) -> None:
-    assert told["settings"]["model.layers"] == 4
-    assert not {"seed", "optimiser.lr"} & told["settings"].keys()
-    assert arm(told, "k=v")["settings"]["model.attention.share"] == "k=v"
-    assert arm(told, "standard")["settings"]["model.attention.share"] == "none"
-    assert "model.attention.share" not in told["settings"]
+def test_settings_are_told_once_and_those_that_differ_by_arm(group: dict[str, Any]) -> None:
+    assert group["settings"]["model.layers"] == 4
+    assert not {"seed", "optimiser.lr", "model.attention.share"} & group["settings"].keys()
+    assert arm(group, "k=v")["settings"]["model.attention.share"] == "k=v"
+    assert arm(group, "standard")["settings"]["model.attention.share"] == "none"
 
 
-def test_training_losses_are_thinned_to_means_of_stretches() -> None:
+def test_losses_are_thinned_and_probes_combined_as_each_quantity_asks() -> None:
     records = [{"tokens": i, "loss": float(i), "time": {"seconds": i / 10}} for i in range(1, 1001)]
-    found = thinned(records)
+    found = thin_losses(records)
     assert len(found["loss"]) == len(found["tokens"]) == len(found["seconds"]) == 200
     assert found["tokens"][-1] == 1000
     assert found["loss"] == [5.0 * k + 3 for k in range(200)]
-    assert thinned(records[:3])["loss"] == [1.0, 2.0, 3.0]
-    assert thinned([{"tokens": 1, "loss": "nan", "time": {"seconds": 0}}])["loss"] == [None]
-
-
-def test_probes_are_combined_over_softmaxes_as_each_quantity_asks() -> None:
-    assert combined([1.0, 3.0], "mean") == 2.0
-    assert combined([1.0, 3.0], "largest") == 3.0
-    assert combined([1.0, 7.0], "rms") == 5.0
-    assert combined([None, 7.0], "mean") == 7.0
-    assert combined([None], "largest") is None
-
-
-def test_probes_are_told_by_layer(told: dict[str, Any], folder: Path) -> None:
-    run = next(run for run in told["runs"] if run["shown"])
-    recorded = sorted((folder / run["folder"] / "probes").glob("*.json"))
-    last = json.loads(recorded[-1].read_text())["layers"]
-    assert run["probes"]["step"][-1] == 200
-    assert run["probes"]["largest_logit"][-1] == [float(f"{max(row):.5g}") for row in last["largest_logit"]]
-    assert run["probes"]["logit_change"][0] is None
+    assert thin_losses(records[:3])["loss"] == [1.0, 2.0, 3.0]
+    assert thin_losses([{"tokens": 1, "loss": "nan", "time": {"seconds": 0}}])["loss"] == [None]
+    assert [combine_values([1.0, 7.0, None], how) for how in ("mean", "largest", "rms")] == [4.0, 7.0, 5.0]
+    assert combine_values([None], "largest") is None
 
 
 def test_one_seed_is_an_anecdote_without_an_interval(tmp_path: Path) -> None:
-    (group,) = gather([fabricate(tmp_path / "s", spec(seeds=1))])["groups"]
+    group = gather_one(fabricate(tmp_path / "s", spec(seeds=1, arms=TWO)))
     found = arm(group, "k=v")
     assert found["verdict"]["verdict"] == "one seed"
     assert found["verdict"]["paired"]["low"] is None
@@ -142,156 +132,132 @@ def test_one_seed_is_an_anecdote_without_an_interval(tmp_path: Path) -> None:
 
 
 def test_an_arm_that_diverges_everywhere_is_told_as_such(tmp_path: Path) -> None:
-    study = spec(arms={"standard": {}, "k=v": {"attention": {"share": "k=v"}}})
-    (group,) = gather([fabricate(tmp_path / "s", study, diverge=(("k=v", 1e-3), ("k=v", 3e-3)))])["groups"]
+    group = gather_one(fabricate(tmp_path / "s", spec(arms=TWO), diverge=(("k=v", 1e-3), ("k=v", 3e-3))))
     found = arm(group, "k=v")
-    assert found["lr"] is None
-    assert found["verdict"]["verdict"] == "diverged"
+    assert (found["lr"], found["verdict"]["verdict"]) == (None, "diverged")
     assert "diverged" in group["headline"]
-    own = [run for run in group["runs"] if run["arm"] == group["arms"].index(found)]
+    own = [run for run in group["runs"] if run["arm"] == 1]
     assert {run["status"] for run in own} == {"diverged"}
     assert any(run["shown"] and run["train"]["loss"][-1] is None for run in own)
-    assert rendered({"made": "", "version": "", "groups": [group]})
 
 
 def test_a_study_under_way_is_told_from_what_there_is(tmp_path: Path) -> None:
-    study = spec(arms={"standard": {}, "k=v": {"attention": {"share": "k=v"}}})
-    last = Planned("stdlib", "k=v", 3e-3, 2)
-    path = fabricate(
-        tmp_path / "s", study, unfinished=(last,), absent=(Planned("stdlib", "standard", 3e-3, 2),), steps=100
-    )
-    (group,) = gather([path])["groups"]
+    unfinished, absent = PlannedRun("stdlib", "k=v", 3e-3, 2), PlannedRun("stdlib", "standard", 3e-3, 2)
+    path = fabricate(tmp_path / "s", spec(arms=TWO), steps=100, unfinished=(unfinished,), absent=(absent,))
+    group = gather_one(path)
     assert (group["ended"], group["planned"]) == (6, 8)
     assert arm(group, "k=v")["verdict"]["seeds"] == 2
     run = next(run for run in group["runs"] if run["seed"] == 2)
     assert (run["status"], run["done"], run["test"]) == ("not ended", 0.25, None)
-
-
-def test_a_study_with_no_run_yet_still_has_a_page(tmp_path: Path) -> None:
-    path = fabricate(tmp_path / "s", spec())
+    (PlannedRun("stdlib", "k=v", 3e-3, 0).folder_in(path) / "summary.json").write_text("{")  # damaged: left out, said
+    group = gather_one(path)
+    assert len(group["runs"]) == 6
+    assert "summary.json" in group["notes"][-1]
     shutil.rmtree(path / "runs")
-    group = data_of(build([path], tmp_path / "r.html").read_text())["groups"][0]
+    group = data_of(build_report([path], tmp_path / "r.html").read_text())["groups"][0]
     assert group["runs"] == []
     assert group["headline"].startswith("Nothing to compare")
 
 
-def test_a_damaged_run_is_left_out_and_said(tmp_path: Path) -> None:
-    path = fabricate(tmp_path / "s", spec())
-    (Planned("stdlib", "k=v", 3e-3, 0).folder(path) / "summary.json").write_text("{")
-    (group,) = gather([path])["groups"]
-    assert len(group["runs"]) == 19
-    assert len(group["notes"]) == 2
-    assert "summary.json" in group["notes"][1]
-
-
 def test_runs_without_a_study_are_shown_and_not_judged(tmp_path: Path, folder: Path) -> None:
-    plain = tmp_path / "runs"
     for name in ("standard", "k=v"):
         for lr in (1e-3, 3e-3):
-            source = Planned("stdlib", name, lr, 0).folder(folder)
-            shutil.copytree(source, plain / f"{name}-{lr}")
-    (group,) = gather([plain])["groups"]
+            shutil.copytree(PlannedRun("stdlib", name, lr, 0).folder_in(folder), tmp_path / f"{name}-{lr}")
+    group = gather_one(tmp_path)
     assert group["study"] is None
-    assert len(group["runs"]) == 4
     assert [each["verdict"] for each in group["arms"]] == [None] * 4
-    assert all(run["shown"] for run in group["runs"])
+    assert [run["shown"] for run in group["runs"]] == [True] * 4
     assert any(each["name"].endswith("lr 0.001") for each in group["arms"])
-    assert arm(group, group["arms"][0]["name"])["ledger"]["parameters"] > 0
-
-
-def test_runs_are_named_by_what_tells_them_apart() -> None:
+    assert group["arms"][0]["ledger"]["parameters"] > 0
     base = {"seed": 0, "optimiser.lr": 1e-3, "model.attention.norm": "none", "corpus.source": "a"}
     runs = [("m", base), ("m", base | {"seed": 1}), ("m", base | {"optimiser.lr": 2e-3}), ("n", base)]
-    assert arm_names(runs) == ["m · lr 0.001", "m · lr 0.001", "m · lr 0.002", "n"]
+    assert name_arms(runs) == ["m · lr 0.001", "m · lr 0.001", "m · lr 0.002", "n"]
 
 
 def test_several_folders_make_one_page_and_none_counts_twice(tmp_path: Path, folder: Path) -> None:
-    other = fabricate(tmp_path / "other", spec(name="other", corpora=["a", "b"], seeds=1))
-    found = gather([folder, folder, folder.parent, other])["groups"]
-    assert [(group["title"], group["corpus"]) for group in found] == [
-        ("fabricated", "stdlib"),
-        ("other", "a"),
-        ("other", "b"),
-    ]
+    other = fabricate(tmp_path / "other", spec(name="other", corpora=["a", "b"], seeds=1, arms=TWO), steps=20)
+    found = gather_data([folder, folder, folder.parent, other])["groups"]
+    names = [("fabricated", "stdlib"), ("other", "a"), ("other", "b")]
+    assert [(group["title"], group["corpus"]) for group in found] == names
 
 
-def test_folders_without_runs_are_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_what_cannot_be_read_or_written_is_told_in_a_sentence(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(RunError, match="neither a study"):
-        gather([tmp_path])
+        gather_data([tmp_path])
     with pytest.raises(RunError, match="is no folder"):
-        gather([tmp_path / "none"])
+        gather_data([tmp_path / "none"])
     (tmp_path / "study.json").write_text("[]")
     with pytest.raises(RunError, match="cannot be read as a study"):
-        gather([tmp_path])
-
-
-def test_a_place_that_cannot_be_written_is_told(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
+        gather_data([tmp_path])
     with pytest.raises(RunError, match="cannot be written"):
-        build([folder], tmp_path / "file" / "r.html")
+        build_report([folder], tmp_path / "study.json" / "r.html")
 
 
 def test_the_page_is_one_file_that_asks_for_nothing(folder: Path, tmp_path: Path) -> None:
-    page = build([folder], tmp_path / "deep" / "r.html").read_text(encoding="utf-8")
+    page = build_report([folder], tmp_path / "deep" / "r.html").read_text(encoding="utf-8")
     assert not re.search(r'(src|href)="(?!data:|#)', page)
     assert not re.search(r"@import|url\(|https?://(?!www\.w3\.org/2000/svg)", page)
     assert "connect-src 'none'" in page
     assert "{{" not in page.split('id="data"')[0]
-    assert data_of(page)["groups"][0]["title"] == "fabricated"
-
-
-def test_nothing_in_the_data_can_end_the_script_or_pose_as_a_place_to_fill() -> None:
-    wild = {"made": "</script><script>alert(1)</script> {{DATA}} {{SCRIPT}} \u2028", "version": "", "groups": []}
-    page = rendered(wild)
-    assert page.count("</script>") == rendered(wild | {"made": ""}).count("</script>")
+    (group,) = data_of(page)["groups"]
+    assert {each["why"] for each in group["attention"].values()} == {"no checkpoint yet."}
+    wild = {"made": "</script><script>alert(1)</script> {{DATA}} {{SCRIPT}} \u2028", "groups": [{"title": "<b>"}]}
+    page = render_report(wild)
+    assert page.count("</script>") == render_report(wild | {"made": ""}).count("</script>")
     assert data_of(page) == wild
-    with pytest.raises(ValueError, match="JSON"):
-        embedded({"x": math.nan})
-
-
-def test_a_name_is_text_in_the_title() -> None:
-    page = rendered({"made": "", "version": "", "groups": [{"title": "<b>"}]})
     assert "<title>&lt;b&gt; · qklab report</title>" in page
+    with pytest.raises(ValueError, match="JSON"):
+        embed_json({"x": math.nan})
+
+
+def test_no_line_of_the_page_is_longer_than_one_of_the_source() -> None:
+    """deno formats the scripts, but leaves long strings and other files as they are."""
+    lines = {f"{path.name}: {line}": len(line) for path in PAGE.iterdir() for line in path.read_text().splitlines()}
+    assert not [line for line, length in lines.items() if length > 120]
 
 
 def test_maps_are_packed_as_lower_triangles_with_their_mean_first() -> None:
     heads = [[[1.0, 0.0], [0.25, 0.75]], [[1.0, 0.0], [0.75, 0.25]]]
-    layer = {"index": 0, "maps": heads}
-    other = {"index": 1, "maps": heads}
+    layer, other = {"index": 0, "maps": heads}, {"index": 1, "maps": [*heads, [[1.0, 0.0], [None, 1.0]]]}
     three = {"first": layer, "middle": other, "last": other}
-    found = packed({"tokens": ["a", "b"], "layers": three, "notes": ["cut"]})
-    assert [(each["place"], each["index"]) for each in found["layers"]] == [("first", 0), ("last", 1)]
-    maps = [array("H", base64.b64decode(text)) for text in found["layers"][0]["maps"]]
-    assert [[round(x / 65535, 3) for x in each] for each in maps] == [[1, 0.5, 0.5], [1, 0.25, 0.75], [1, 0.75, 0.25]]
+    found = pack_maps({"tokens": ["a", "b"], "layers": three, "notes": ["cut"]}, heads=2)
+    told = [(each["place"], each["index"], each["heads"]) for each in found["layers"]]
+    assert told == [("first", 0, 2), ("last", 1, 3)]
+    unpacked = [[array("H", base64.b64decode(text)).tolist() for text in each["maps"]] for each in found["layers"]]
+    weights = [[round(x / 65_534, 3) for x in own] for own in unpacked[0]]
+    assert weights == [[1, 0.5, 0.5], [1, 0.25, 0.75], [1, 0.75, 0.25]]
+    assert unpacked[1][0][1] == 65_535  # not finite in one head
+    assert len(unpacked[1]) == 1 + 2
     assert found["notes"] == ["cut"]
 
 
-def test_a_checkpoint_is_looked_at_once(tmp_path: Path) -> None:
+def test_a_checkpoint_is_read_once_and_what_cannot_be_read_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def read(run: Path, text: str) -> dict[str, Any]:
+        seen.append(text)
+        if len(seen) == 1:
+            raise RunError("no corpus.")  # the first text is that of the corpus, which may be elsewhere
+        layer = {"index": 0, "maps": [[[1.0]]]}
+        return {"tokens": ["a"], "layers": dict.fromkeys(("first", "middle", "last"), layer), "notes": []}
+
+    monkeypatch.setattr(maps_module, "read_attention", read)
+    cache = MapCache()
+    assert cache.read_arms({"a": None})["a"]["why"] == "no run of this arm has begun."
     (tmp_path / "checkpoints" / "step-1").mkdir(parents=True)
-    seen: list[Path] = []
-
-    def attention_of(run: Path, text: str) -> dict[str, Any]:
-        seen.append(run)
-        return {"tokens": ["a"], "layers": {"first": {"index": 0, "maps": [[[1.0]]]}}}
-
-    maps = Maps()
-    assert maps.one(tmp_path, attention_of) == maps.one(tmp_path, attention_of)
-    assert len(seen) == 1
+    assert cache.read_run(tmp_path) == cache.read_run(tmp_path)
+    assert seen == ["", maps_module.TEXT]
     (tmp_path / "checkpoints" / "step-2").mkdir()
-    maps.one(tmp_path, attention_of)
-    assert len(seen) == 2
-    assert len(maps.kept) == 1
-
-
-def test_a_run_without_a_checkpoint_has_a_sentence_instead_of_maps(folder: Path, tmp_path: Path) -> None:
-    group = data_of(build([folder], tmp_path / "r.html").read_text())["groups"][0]
-    assert {each["why"] for each in group["attention"].values()} == {"no checkpoint yet."}
+    cache.read_run(tmp_path)
+    assert (len(seen), len(cache.packed)) == (3, 1)
 
     def refuse(run: Path, text: str) -> dict[str, Any]:
-        raise RunError("damaged.")
+        raise RunError("damaged." if not text else "damaged too.")
 
-    (tmp_path / "checkpoints" / "step-1").mkdir(parents=True)
-    assert Maps().one(tmp_path, refuse) == {"why": "damaged."}
+    monkeypatch.setattr(maps_module, "read_attention", refuse)
+    assert MapCache().read_run(tmp_path) == {"why": "damaged."}
 
 
 # what colours become for eyes without one kind of cone (Machado, Oliveira and Fernandes 2009), in linear RGB
@@ -319,7 +285,7 @@ def lab(rgb: np.ndarray) -> np.ndarray:
 def test_arms_have_colours_that_every_eye_tells_apart(theme: str, paper: str) -> None:
     """Distances in CIELAB, where about 2 is just visible side by side: 20 among the first five arms, 14 among eight;
     and 3 : 1 against the paper, as WCAG asks of graphics."""
-    script = (Path(page_module.__file__).parent / "page" / "core.js").read_text(encoding="utf-8")
+    script = (PAGE / "colours.js").read_text(encoding="utf-8")
     found = re.search(rf"^  {theme}: \[(.*)\],$", script, re.MULTILINE)
     assert found is not None
     colours = [linear(colour) for colour in json.loads(f"[{found.group(1)}]")]
@@ -342,13 +308,13 @@ def fetched(address: str, host: str | None = None) -> str:
 def test_the_served_page_follows_the_runs(tmp_path: Path) -> None:
     study = spec(arms={"standard": {}, "k=v": {"attention": {"share": "k=v"}}}, seeds=1, lrs=[1e-3])
     path = fabricate(tmp_path / "s", study, steps=20)
-    with Live([path], 0, every=0.05) as live:
+    with ReportServer([path], 0, every=0.05) as live:
         assert live.address.startswith("http://127.0.0.1:")
         page, version = fetched(live.address), fetched(live.address + "version")
         assert "connect-src 'self'" in page
         assert 'data-watch="0.05"' in page
         changed = threading.Event()
-        metrics = Planned("stdlib", "k=v", 1e-3, 0).folder(path) / "metrics.jsonl"
+        metrics = PlannedRun("stdlib", "k=v", 1e-3, 0).folder_in(path) / "metrics.jsonl"
         record = {"kind": "evaluation", "step": 20, "split": "valid", **scores(1.5)}
         metrics.write_text(metrics.read_text() + json.dumps(record) + "\n")
         for _ in range(400):
@@ -364,12 +330,12 @@ def test_the_served_page_follows_the_runs(tmp_path: Path) -> None:
             refused.value.close()
         port = int(live.address.rsplit(":", 1)[1].strip("/"))
         with pytest.raises(RunError, match="cannot be served on"):
-            Live([path], port)
+            ReportServer([path], port)
     assert not any(thread.is_alive() for thread in live.threads)
 
 
 def test_nothing_is_built_again_while_nothing_happens(tmp_path: Path) -> None:
-    live = Live([fabricate(tmp_path / "s", spec(seeds=1, lrs=[1e-3]), steps=20)], 0)
+    live = ReportServer([fabricate(tmp_path / "s", spec(seeds=1, lrs=[1e-3]), steps=20)], 0)
     try:
         assert not live.refresh()
         os.utime(next((tmp_path / "s").rglob("metrics.jsonl")), ns=(1, 1))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from qklab.runs import MetricsFile, RunDirectory, RunError, read_metrics
-from qklab.runs.environment import commit, environment
+from qklab.runs.environment import describe_environment, find_commit
 from qklab.runs.files import write_json
 from qklab.runs.sinks import SINKS, Sinks
 
@@ -79,17 +79,17 @@ def test_small_files_are_old_or_new(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_second_process_is_refused_and_a_dead_one_is_not_in_the_way(tmp_path: Path) -> None:
     code = (
         "import sys, time; from qklab.runs import RunDirectory\n"
-        "d = RunDirectory(sys.argv[1]).locked(); print('ready', flush=True); time.sleep(60)"
+        "d = RunDirectory(sys.argv[1]).lock(); print('ready', flush=True); time.sleep(60)"
     )
     holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     assert holder.stdout.readline() == "ready\n"
     with pytest.raises(RunError, match=rf"in use by another process \(pid {holder.pid}\)"):
-        RunDirectory(tmp_path).locked()
+        RunDirectory(tmp_path).lock()
     holder.kill()
     holder.wait()
     holder.stdout.close()
-    with RunDirectory(tmp_path).locked():
+    with RunDirectory(tmp_path).lock():
         pass
 
 
@@ -104,15 +104,15 @@ def test_directories_that_are_none(tmp_path: Path) -> None:
         RunDirectory(tmp_path).read()
     file = tmp_path / "file"
     file.touch()
-    with pytest.raises(RunError, match=r"cannot be written: not a directory; choose another with --out"):
-        RunDirectory(file / "run").locked()
+    with pytest.raises(RunError, match=r"cannot be written: not a directory; choose another --out"):
+        RunDirectory(file / "run").lock()
 
 
 def test_the_environment_names_versions_and_commit() -> None:
-    described = environment({"kind": "cpu"})
+    described = describe_environment({"kind": "cpu"})
     assert described["packages"]["torch"]
     assert json.dumps(described)
-    head = commit()
+    head = find_commit()
     assert head is None or len(head.removesuffix("+changes")) == 40
 
 

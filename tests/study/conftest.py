@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_study import Told, carried_out, comparable, drive, small
+from small_study import RecordingDisplay, carry_out, drive, read_comparable, small_spec
 
-from qklab.data import DataSpec, prepare
+from qklab.data import DataSpec, prepare_corpus
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # clusters of two test processes share a token's file, and collide
 
@@ -36,7 +36,7 @@ def corpus(common: Path) -> str:
             paragraphs = LICENCE.read_text(encoding="utf-8").split("\n\n")
             text.write_text("\n<|endoftext|>\n".join(paragraphs) + "\n", encoding="utf-8")
         spec = DataSpec(source=str(text), tokenizer="bytes", valid=0.1, test=0.1)
-        return str(prepare(spec, out=common / "corpus", workers=1).folder)
+        return str(prepare_corpus(spec, out=common / "corpus", workers=1).folder)
 
 
 @pytest.fixture(scope="session")
@@ -46,23 +46,23 @@ def undisturbed_folder(corpus: str, common: Path) -> Path:
     with open(common / "undisturbed.lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not said.exists():
-            told = Told()
-            assert len(carried_out(small(corpus), folder, told)) == 6
-            said.write_text(json.dumps({"sentences": told.sentences, "shown": told.shown}))
+            display = RecordingDisplay()
+            assert len(carry_out(small_spec(corpus), folder, display)) == 6
+            said.write_text(json.dumps({"sentences": display.sentences, "shown": display.shown}))
     return folder
 
 
 @pytest.fixture(scope="session")
 def undisturbed(undisturbed_folder: Path) -> dict[str, Any]:
     """What the runs of the undisturbed study left behind."""
-    return comparable(undisturbed_folder)
+    return read_comparable(undisturbed_folder)
 
 
 @pytest.fixture(scope="module")
 def driver() -> Iterator[Callable[..., Any]]:
     """Call a function in another process; it has `.pid`, and `.code.value` is what the command would exit with."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["qklab.study.execute"])
+    context.set_forkserver_preload(["qklab.study.execute", "qklab.study.executors.local", "torch._dynamo"])
     started: list[Any] = []
 
     def start(act: Callable[..., object], *arguments: Any) -> Any:

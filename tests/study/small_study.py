@@ -10,18 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from qklab.runs import RunDirectory
-from qklab.study.execute import Slots, Study, StudyInterrupted
-from qklab.study.results import Result
+from qklab.study.execute import Study, StudyInterrupted
+from qklab.study.executors import Executor, RunTask, Unit, WorkerSlots
+from qklab.study.executors.local import LocalExecutor
+from qklab.study.executors.worker import POLL, perform_run
+from qklab.study.plan import PlannedRun
+from qklab.study.records import RunResult
 from qklab.study.spec import StudySpec
-from qklab.study.worker import LOOK
 from qklab.train.progress import Silent
 
 STEPS = 60
-TWO = Slots(2, 1)
 CLOCKS = ("seconds", "tokens_per_second", "peak_memory_bytes", "seconds_of_last_process")
 
 
-def small(corpus: str, /, steps: int = STEPS, **changes: Any) -> StudySpec:
+def small_spec(corpus: str, /, steps: int = STEPS, **changes: Any) -> StudySpec:
     """Four runs that tune and two that confirm."""
     values = {
         "name": "small",
@@ -41,7 +43,7 @@ def small(corpus: str, /, steps: int = STEPS, **changes: Any) -> StudySpec:
     return StudySpec.from_dict(values | changes)
 
 
-class Told(Silent):
+class RecordingDisplay(Silent):
     """Keeps what a study says, and does `act` with its folder whenever it shows how far it is."""
 
     def __init__(self, act: Callable[[], object] = lambda: None) -> None:
@@ -60,9 +62,51 @@ class Told(Silent):
         return sum(words in sentence for sentence in self.sentences)
 
 
-def carried_out(spec: StudySpec, folder: Path, told: Told | None = None, slots: Slots = TWO) -> list[Result]:
-    with Study(spec, folder).opened() as study:
-        return study.carry_out(slots, told or Told())
+def carry_out(
+    spec: StudySpec, folder: Path, display: Silent | None = None, executor: Executor | None = None
+) -> list[RunResult]:
+    with Study(spec, folder).open() as study:
+        return study.carry_out(executor or LocalExecutor("cpu", 2), display or RecordingDisplay())
+
+
+class InProcess:
+    """An executor that does its units here and now; `act` does a task in the place of training."""
+
+    def __init__(self, act: Callable[[Unit, RunTask], object] = perform_run, count: int = 1):
+        self.slots, self.act = WorkerSlots(count, 1), act
+        self.units: list[Unit] = []
+        self.waiting: list[Unit] = []
+
+    @property
+    def free(self) -> int:
+        return self.slots.count - len(self.waiting)
+
+    def submit(self, unit: Unit) -> None:
+        self.units.append(unit)
+        self.waiting.append(unit)
+
+    def wait(self, seconds: float) -> list[RunTask]:
+        units, self.waiting = self.waiting, []
+        for unit in units:
+            for task in unit.tasks:
+                self.act(unit, task)
+        return [task for unit in units for task in unit.tasks]
+
+    def stop(self) -> int:
+        return 0
+
+    def close(self) -> None: ...
+
+
+def fabricate(spec: StudySpec, folder: Path, planned: PlannedRun, status: str = "finished", **other: Any) -> None:
+    """A run that has ended, without its training."""
+    run = planned.resolve_spec(spec).replace(precision="fp32", **other)
+    directory = RunDirectory(planned.folder_in(folder))
+    directory.path.mkdir(parents=True)
+    directory.write("run.json", {"id": "x", "spec": run.to_dict(), "data": {}, "environment": {}})
+    value = {"loss": 2.0 + planned.lr + 0.1 * planned.seed, "bits_per_byte": 1.0}
+    evaluation = {"valid": value, "test": value} if status == "finished" else {}
+    directory.write("summary.json", {"status": status, "evaluation": evaluation, "seconds": 1.0})
 
 
 def drive(act: Callable[..., object], arguments: tuple[Any, ...], code: Any) -> None:
@@ -75,7 +119,7 @@ def drive(act: Callable[..., object], arguments: tuple[Any, ...], code: Any) -> 
         code.value = error.code
 
 
-def comparable(folder: Path) -> dict[str, Any]:
+def read_comparable(folder: Path) -> dict[str, Any]:
     """Everything that the runs of a study left behind but clocks and names."""
     found: dict[str, Any] = {}
     for path in sorted(folder.glob("runs/**/run.json")):
@@ -96,7 +140,7 @@ def comparable(folder: Path) -> dict[str, Any]:
 
 def check_whole(folder: Path, expected: dict[str, Any]) -> None:
     """Every run is there once, none lost, none doubled, all equal to those of the undisturbed study."""
-    found = comparable(folder)
+    found = read_comparable(folder)
     assert list(found) == list(expected)
     for name, run in found.items():
         assert run == expected[name], name
@@ -169,7 +213,7 @@ def caught(folder: Path, fits: Callable[[int], bool] = lambda _: True) -> tuple[
 
 def let_go(*pids: int) -> None:
     """Continue runs that were caught, once they have slept long enough to notice at once whose children they are."""
-    time.sleep(2 * LOOK)
+    time.sleep(2 * POLL)
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
 

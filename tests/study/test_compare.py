@@ -13,58 +13,59 @@ from typing import Any
 
 import pytest
 
-from qklab.cli import main, with_ray_address
+from qklab.cli import main
+from qklab.cli.study import StudyCommand
 from qklab.data.spec import DataError
 from qklab.study import compare
-from qklab.study.execute import Slots
+from qklab.study.executors import WorkerSlots
 from qklab.study.spec import StudyError, StudySpec
 
-TWO = Slots(2, 1)
+TWO = WorkerSlots(2, 1)
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """A machine on which steps take as long as the test says, by the width of the model."""
     seconds = {64: 0.01, 128: 0.1, 512: 1.0, 768: 3.0}
-    monkeypatch.setattr(compare, "step_seconds", lambda spec, device, threads: seconds[spec.model.width])
+    monkeypatch.setattr(compare, "measure_step", lambda spec, device, threads: seconds[spec.model.width])
     return seconds  # pyright: ignore[reportReturnType]
 
 
 def test_the_time_decides_size_and_tokens(quick: dict[str, float]) -> None:
     said: list[str] = []
-    small = compare.planned([], minutes=5, slots=TWO, say=said.append)
+    small = compare.plan_comparison([], minutes=5, slots=TWO, say=said.append)
     assert list(small.arms) == ["standard", "leapfrog", "affine", "k=v", "qk-norm"]
-    assert (small.corpora, small.seeds, small.looks, small.match) == (["stdlib"], 5, 2, "tokens")
+    assert (small.corpora, small.seeds, small.analyses, small.match) == (["stdlib"], 5, 2, "tokens")
     assert small.base["model"]["width"] == 64
     steps = small.base["budget"]["tokens"] // (4 * 128)
     assert 0.6 * 300 * 2 / 35 < steps * 0.01 < 300 * 2 / 35  # most of the time that each of 35 runs has is training
-    twice = compare.planned([], minutes=10, slots=TWO)
+    twice = compare.plan_comparison([], minutes=10, slots=TWO)
     assert twice.base["budget"]["tokens"] > 2 * small.base["budget"]["tokens"]
-    large = compare.planned([], minutes=120, slots=TWO)
-    assert compare.size_of(large) == "nano"
+    large = compare.plan_comparison([], minutes=120, slots=TWO)
+    assert compare.find_size(large) == "nano"
     assert "35 runs of pico" in said[-1]
 
 
 def test_a_size_that_is_asked_for_is_taken(quick: dict[str, float]) -> None:
-    study = compare.planned([], minutes=1, size="nano", slots=TWO)
-    assert compare.size_of(study) == "nano"
+    study = compare.plan_comparison([], minutes=1, size="nano", slots=TWO)
+    assert compare.find_size(study) == "nano"
     with pytest.raises(StudyError, match=r"size must be one of .*did you mean 'nano'"):
-        compare.planned([], size="nanoo", slots=TWO)
+        compare.plan_comparison([], size="nanoo", slots=TWO)
 
 
 def test_every_arm_is_a_legal_run_at_every_size_and_none_is_another(quick: dict[str, float]) -> None:
     for size in compare.SIZES:
-        study = compare.planned([], arms=list(compare.ARMS), size=size, slots=TWO)
+        study = compare.plan_comparison([], arms=list(compare.ARMS), size=size, slots=TWO)
         study.refuse_illegal()
         runs = [study.run(arm, "stdlib", study.lrs[0], 0) for arm in study.arms]
         assert len({json.dumps(run.to_dict(), sort_keys=True) for run in runs}) == len(compare.ARMS)
 
 
 def test_the_measured_step_is_that_of_the_arm() -> None:
-    study = compare.sized("pico", [], ["k=v"], 5, 3, TWO, "cpu")[0]
+    study = compare.plan_size("pico", [], ["k=v"], 5, 3, TWO, "cpu")[0]
     run = study.run("standard", "stdlib", 1e-3, 0)
     deep = run.replace(model=run.model.replace(layers=16))
-    assert 0 < compare.step_seconds(run, "cpu", 1) < compare.step_seconds(deep, "cpu", 1)
+    assert 0 < compare.measure_step(run, "cpu", 1) < compare.measure_step(deep, "cpu", 1)
 
 
 @pytest.mark.parametrize(
@@ -78,49 +79,50 @@ def test_the_measured_step_is_that_of_the_arm() -> None:
 )
 def test_what_cannot_be_compared(quick: dict[str, float], asked: dict[str, Any], sentence: str) -> None:
     with pytest.raises(StudyError, match=sentence):
-        compare.planned([], slots=TWO, **asked)
+        compare.plan_comparison([], slots=TWO, **asked)
 
 
 def test_a_missing_text_is_told_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "step_seconds", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(compare, "measure_step", lambda *_: pytest.fail("measured"))
     with pytest.raises(DataError, match="no-such-text"):
-        compare.planned(["no-such-text"], slots=TWO)
+        compare.plan_comparison(["no-such-text"], slots=TWO)
 
 
 def test_small_runs_share_a_gpu() -> None:
-    gpus = Slots(2, 8, (0, 1))
-    assert compare.room(gpus, "pico", None) == Slots(16, 1, (0, 1))
-    assert compare.room(gpus, "51m", None) == compare.room(gpus, "pico", 2) == gpus
-    assert compare.room(Slots(1, 4, (0,)), "nano", None) == Slots(4, 1, (0,))
-    assert compare.room(TWO, "pico", None) == TWO
+    gpus = WorkerSlots(2, 8, (0, 1))
+    assert compare.share_gpus(gpus, "pico", None) == WorkerSlots(16, 1, (0, 1))
+    assert compare.share_gpus(gpus, "51m", None) == compare.share_gpus(gpus, "pico", 2) == gpus
+    assert compare.share_gpus(WorkerSlots(1, 4, (0,)), "nano", None) == WorkerSlots(4, 1, (0,))
+    assert compare.share_gpus(TWO, "pico", None) == TWO
 
 
 def test_compiling_is_the_studys_to_decide(quick: dict[str, float]) -> None:
     def study(tokens: int) -> StudySpec:
-        made = compare.planned([], slots=TWO)
+        made = compare.plan_comparison([], slots=TWO)
         return made.replace(base=made.base | {"budget": {"tokens": tokens}})
 
-    assert compare.execution_of(study(512 * (compare.COMPILED - 1))) == {"compile": "no"}
-    assert compare.execution_of(study(512 * compare.COMPILED)) == {"compile": "auto"}
+    assert compare.choose_execution(study(512 * (compare.COMPILED - 1))) == {"compile": "no"}
+    assert compare.choose_execution(study(512 * compare.COMPILED)) == {"compile": "auto"}
 
 
 def test_what_is_compared_stays(quick: dict[str, float], tmp_path: Path) -> None:
-    study = compare.planned([], arms=["k=v"], slots=TWO)
-    compare.refuse_other(study, tmp_path, [], None, None)
-    compare.refuse_other(study, tmp_path, ["stdlib"], ["k=v", "standard"], "pico")
+    study = compare.plan_comparison([], arms=["k=v"], slots=TWO)
+    compare.refuse_other_comparison(study, tmp_path, [], None, None)
+    compare.refuse_other_comparison(study, tmp_path, ["stdlib"], ["k=v", "standard"], "pico")
     for asked, told in (
         ((["other"], None, None), "texts stdlib, but other came"),
         (([], ["qk-norm"], None), "arms k=v, standard, but qk-norm, standard came"),
         (([], None, "nano"), "a size pico, but nano came"),
     ):
         with pytest.raises(StudyError, match=told):
-            compare.refuse_other(study, tmp_path, *asked)
+            compare.refuse_other_comparison(study, tmp_path, *asked)
 
 
 def test_ray_without_an_address() -> None:
-    assert with_ray_address(["study", "f", "--ray"]) == ["study", "f", "--ray=local"]
-    assert with_ray_address(["study", "f", "--ray", "--rows", "2"]) == ["study", "f", "--ray=local", "--rows", "2"]
-    assert with_ray_address(["study", "f", "--ray", "host:1"]) == ["study", "f", "--ray", "host:1"]
+    complete_words = StudyCommand.complete_words
+    assert complete_words(["f", "--ray"]) == ["f", "--ray=local"]
+    assert complete_words(["f", "--ray", "--rows", "2"]) == ["f", "--ray=local", "--rows", "2"]
+    assert complete_words(["f", "--ray", "host:1"]) == ["f", "--ray", "host:1"]
 
 
 # the page
@@ -201,8 +203,8 @@ def test_compare_answers_is_continued_and_reports(
     code, out, err = called(capsys, "compare", "--out", str(folder), "--continue", "--seeds", "1")
     assert code == 0, err
     assert len(list(folder.glob("runs/*/*/*/summary.json"))) == 10
-    assert json.loads((folder / "looks.json").read_text())["command"].endswith("--continue --seeds {more}")
-    assert [look["seeds"] for look in json.loads((folder / "looks.json").read_text())["taken"]] == [2, 3]
+    assert json.loads((folder / "analyses.json").read_text())["command"].endswith("--continue --seeds {more}")
+    assert [each["seeds"] for each in json.loads((folder / "analyses.json").read_text())["taken"]] == [2, 3]
     code, out, err = called(capsys, "compare", "--out", str(folder), "--continue", "--minutes", "0.0001")
     assert (code, len(list(folder.glob("runs/*/*/*/summary.json")))) == (0, 12)
     assert "judged 3 times" in out

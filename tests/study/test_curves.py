@@ -8,17 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qklab.study.curves import (
+from qklab.study.stats.curves import (
     Curve,
-    Reached,
-    common_range,
+    FirstReached,
     compare_along,
-    compare_at,
-    reach,
-    reachable,
-    sample_efficiency,
+    compare_sample_efficiency,
+    find_common_loss,
+    find_common_range,
+    find_first_reached,
 )
-from qklab.study.stats import paired
+from qklab.study.stats.paired import compare_paired
 
 X = np.linspace(0.05e6, 2e6, 40)
 
@@ -40,7 +39,7 @@ def line(*points: tuple[float, float]) -> Curve:
 
 
 def study(chance: np.random.Generator, n: int, speed: float, noise: float, spread: float) -> tuple[Any, Any]:
-    """Paired curves: the level of a seed is shared by both arms, its speed varies by `spread` in the arm."""
+    """PairedDifference curves: the level of a seed is shared by both arms, its speed varies by `spread` in the arm."""
     level = 0.03 * chance.standard_normal(n)
     speeds = speed * np.exp(spread * chance.standard_normal(n))
     errors = noise * chance.standard_normal((2, n, len(X)))
@@ -52,7 +51,7 @@ def test_a_planted_efficiency_is_recovered_and_its_interval_covers() -> None:
     studies, chance, found = 2000, np.random.default_rng(1), []
     for _ in range(studies):
         arm, baseline = study(chance, 5, 1.3, 0.004, 0.1)
-        found.append(sample_efficiency(arm, baseline, float(loss(1e6))))
+        found.append(compare_sample_efficiency(arm, baseline, float(loss(1e6))))
     assert all(f.censored == 0 for f in found)
     assert np.exp(np.mean([math.log(f.ratio or 0) for f in found])) == pytest.approx(1.3, rel=0.01)
     covered = np.mean([(f.low or 0) <= 1.3 <= (f.high or 0) for f in found])
@@ -63,7 +62,9 @@ def test_a_planted_efficiency_is_recovered_and_its_interval_covers() -> None:
 def test_no_difference_in_efficiency_is_found_at_most_at_alpha() -> None:
     studies, chance = 2000, np.random.default_rng(2)
     target = float(loss(1e6))
-    alarms = [(sample_efficiency(*study(chance, 4, 1.0, 0.01, 0.1), target).p or 1) < 0.05 for _ in range(studies)]
+    alarms = [
+        (compare_sample_efficiency(*study(chance, 4, 1.0, 0.01, 0.1), target).p or 1) < 0.05 for _ in range(studies)
+    ]
     assert np.mean(alarms) < 0.05 + slack(0.05, studies)
 
 
@@ -73,7 +74,7 @@ def test_a_bound_from_censored_runs_is_wrong_at_most_at_alpha() -> None:
     for _ in range(studies):
         arm, baseline = study(chance, 5, 1.3, 0.004, 0.1)
         short = {s: Curve(c.x[:20], c.loss[:20]) for s, c in baseline.items()}
-        found = sample_efficiency(arm, short, float(loss(1e6)))
+        found = compare_sample_efficiency(arm, short, float(loss(1e6)))
         if found.censored:
             assert found.ratio is None
             assert found.at_most is None
@@ -100,45 +101,15 @@ def test_the_difference_along_the_curve_covers_at_every_point() -> None:
 # Equal tokens, equal time
 
 
-def test_the_loss_between_measurements_is_on_the_line_and_nowhere_else() -> None:
-    curve = line((1, 4.0), (3, 2.0), (4, 3.0))
-    assert [curve.at(x) for x in (1, 2, 3, 3.5, 4)] == [4.0, 3.0, 2.0, 2.5, 3.0]
-    assert [curve.at(x) for x in (0.999, 4.001)] == [None, None]
-
-
-def test_compared_at_equal_tokens_is_the_paired_difference_there() -> None:
-    arm = {"a": line((0, 4.0), (10, 2.0)), "b": line((0, 5.0), (4, 3.0), (12, 1.0))}
-    baseline = {"b": line((0, 5.0), (10, 3.0)), "a": line((0, 4.0), (20, 2.0))}
-    found = compare_at(arm, baseline, 5)
-    assert found.paired == paired({"a": 3.0, "b": 2.75}, {"a": 3.5, "b": 4.0})
-    assert found.reason is None
-    assert common_range(arm, baseline) == (0, 10)
-
-
-@pytest.mark.parametrize(
-    ("x", "axis", "reason"),
-    [
-        (11, "tokens", "seed a of the arm ends at 10 tokens: its loss at 11 is not known"),
-        (0.5, "seconds", "seed b of the baseline starts at 1 seconds: its loss at 0.5 is not known"),
-        (9.5, "tokens", "seed b of the arm diverged after 9 tokens: its loss at 9.5 is not known"),
-    ],
-)
-def test_nothing_is_extrapolated(x: float, axis: str, reason: str) -> None:
-    arm = {"a": line((0, 4.0), (10, 2.0)), "b": line((0, 5.0), (9, 3.0), (12, math.nan))}
-    baseline = {"a": line((0, 4.0), (20, 2.0)), "b": line((1, 5.0), (20, 3.0))}
-    found = compare_at(arm, baseline, x, axis=axis)
-    assert (found.paired, found.reason) == (None, reason)
-    assert common_range(arm, baseline) == (1, 9)
-
-
-def test_along_agrees_with_single_points_and_stays_within_the_common_range() -> None:
+def test_along_is_the_paired_difference_at_each_point_within_the_range_that_all_curves_span() -> None:
     arm, baseline = study(np.random.default_rng(5), 3, 1.2, 0.01, 0.1)
     baseline[1] = Curve(X[3:30], baseline[1].loss[3:30])
+    assert find_common_range(arm, baseline) == (X[3], X[29])
     found = compare_along(arm, baseline, points=11, level=0.9)
     assert (found.x[0], found.x[-1]) == (X[3], X[29])
     for i in (0, 4, 10):
-        there = compare_at(arm, baseline, found.x[i], level=0.9).paired
-        assert there is not None
+        own, other = ({s: np.interp(found.x[i], c.x, c.loss) for s, c in of.items()} for of in (arm, baseline))
+        there = compare_paired(own, other, 0.9)
         assert found.low is not None
         assert found.high is not None
         assert [found.mean[i], found.low[i], found.high[i]] == pytest.approx([there.mean, there.low, there.high])
@@ -159,44 +130,46 @@ def test_along_one_seed_has_no_interval_and_apart_nothing() -> None:
 
 def test_a_loss_is_reached_where_the_running_minimum_first_crosses_it() -> None:
     curve = line((10, 4.0), (20, 3.0), (30, 3.6), (40, 2.0), (50, 5.0))
-    assert reach(curve, 3.5) == Reached(15, 15, 15)
-    assert reach(curve, 3.0) == Reached(20, 20, 20)
-    assert reach(curve, 2.5).x == 35  # between 3.0, the best until then, and 2.0
-    assert reach(curve, 2.0).x == 40
-    assert reach(curve, 4.0) == Reached(10, 10, 10)
-    assert reach(curve, 1.9) == Reached(None, 50, None)
-    assert reach(curve, 4.5) == Reached(None, 0, 10)
+    assert find_first_reached(curve, 3.5) == FirstReached(15, 15, 15)
+    assert find_first_reached(curve, 3.0) == FirstReached(20, 20, 20)
+    assert find_first_reached(curve, 2.5).x == 35  # between 3.0, the best until then, and 2.0
+    assert find_first_reached(curve, 2.0).x == 40
+    assert find_first_reached(curve, 4.0) == FirstReached(10, 10, 10)
+    assert find_first_reached(curve, 1.9) == FirstReached(None, 50, None)
+    assert find_first_reached(curve, 4.5) == FirstReached(None, 0, 10)
     longer = line((10, 4.0), (20, 3.0), (30, 3.6), (40, 2.0), (50, 5.0), (60, 9.0))
-    assert all(reach(longer, t) == reach(curve, t) for t in (2.0, 2.2, 3.3, 4.4))  # what comes later changes nothing
+    assert all(
+        find_first_reached(longer, t) == find_first_reached(curve, t) for t in (2.0, 2.2, 3.3, 4.4)
+    )  # what comes later changes nothing
 
 
 def test_a_curve_that_diverged_reached_what_it_reached_before() -> None:
     curve = line((10, 4.0), (20, 3.0), (30, math.inf), (40, 1.0))
     assert (curve.diverged, len(curve.x)) == (True, 2)
-    assert reach(curve, 3.5).x == 15
-    assert reach(curve, 2.0) == Reached(None, 20, None)
+    assert find_first_reached(curve, 3.5).x == 15
+    assert find_first_reached(curve, 2.0) == FirstReached(None, 20, None)
     assert not line((10, 4.0)).diverged
 
 
 def test_efficiency_by_hand() -> None:
     arm = {0: line((0, 4.0), (10, 2.0)), 1: line((0, 4.0), (8, 2.0))}
     baseline = {0: line((0, 4.0), (20, 2.0)), 1: line((0, 4.0), (64, 2.0))}
-    found = sample_efficiency(arm, baseline, 3.0)
+    found = compare_sample_efficiency(arm, baseline, 3.0)
     assert [s.ratio for s in found.seeds] == [2.0, 8.0]
     assert found.ratio == pytest.approx(4.0)
     half = 12.706205 * math.log(4) / math.sqrt(2) / math.sqrt(2)
     assert (found.low, found.high) == (pytest.approx(4 * math.exp(-half)), pytest.approx(4 * math.exp(half)))
     assert (found.censored, found.at_least, found.at_most) == (0, None, None)
     assert found.sentence.startswith("To reach a loss of 3 the baseline takes 4 × the arm's tokens (95 % interval")
-    assert reachable(arm, baseline) == 2.0
-    one = sample_efficiency({0: arm[0]}, {0: baseline[0]}, 3.0, axis="seconds")
+    assert find_common_loss(arm, baseline) == 2.0
+    one = compare_sample_efficiency({0: arm[0]}, {0: baseline[0]}, 3.0, axis="seconds")
     assert (one.ratio, one.low, one.p) == (pytest.approx(2.0), None, None)
     assert one.sentence.endswith("2 × the arm's seconds (one seed is an anecdote; 1 seed).")
 
 
 def test_efficiency_turns_around_with_its_arms() -> None:
     arm, baseline = study(np.random.default_rng(6), 5, 1.5, 0.004, 0.1)
-    there, back = (sample_efficiency(*pair, float(loss(8e5))) for pair in ((arm, baseline), (baseline, arm)))
+    there, back = (compare_sample_efficiency(*pair, float(loss(8e5))) for pair in ((arm, baseline), (baseline, arm)))
     assert (back.ratio, back.low) == (pytest.approx(1 / (there.ratio or 0)), pytest.approx(1 / (there.high or 0)))
     assert there.p == pytest.approx(back.p)
 
@@ -204,7 +177,7 @@ def test_efficiency_turns_around_with_its_arms() -> None:
 def test_a_baseline_that_never_reaches_it_gives_a_lower_bound() -> None:
     arm = {s: line((0, 4.0), (10 + s, 2.0)) for s in range(3)}
     baseline = {s: line((0, 4.0), (20, 3.0)) if s else line((0, 4.0), (30, 2.0)) for s in range(3)}
-    found = sample_efficiency(arm, baseline, 2.0)
+    found = compare_sample_efficiency(arm, baseline, 2.0)
     assert [(s.ratio, s.low, s.high) for s in found.seeds] == [
         (3.0, 3.0, 3.0),
         (None, 20 / 11, None),
@@ -227,18 +200,18 @@ def test_a_baseline_that_never_reaches_it_gives_a_lower_bound() -> None:
 
 def test_an_arm_that_never_reaches_it_gives_an_upper_bound_and_neither_none() -> None:
     good, bad = line((0, 4.0), (10, 2.0)), line((0, 4.0), (20, 3.0))
-    worse = sample_efficiency({0: bad, 1: bad}, {0: good, 1: line((0, 4.0), (12, 2.0))}, 2.0)
+    worse = compare_sample_efficiency({0: bad, 1: bad}, {0: good, 1: line((0, 4.0), (12, 2.0))}, 2.0)
     assert [s.high for s in worse.seeds] == [0.5, 0.6]
     assert worse.at_least is None
     assert worse.at_most is not None
     assert worse.at_most > math.sqrt(0.5 * 0.6)
     assert "the arm never in 2 of 2 seeds" in worse.sentence
     assert "at most" in worse.sentence
-    neither = sample_efficiency({0: bad, 1: good}, {0: bad, 1: good}, 2.0)
+    neither = compare_sample_efficiency({0: bad, 1: good}, {0: bad, 1: good}, 2.0)
     assert (neither.at_least, neither.at_most, neither.censored) == (None, None, 1)
     assert (neither.seeds[0].low, neither.seeds[0].high) == (0.0, None)
     assert neither.sentence.endswith("no bound on the ratio follows.")
-    early = sample_efficiency({0: line((5, 1.5), (10, 1.0))}, {0: line((0, 4.0), (10, 2.0))}, 2.0)
+    early = compare_sample_efficiency({0: line((5, 1.5), (10, 1.0))}, {0: line((0, 4.0), (10, 2.0))}, 2.0)
     assert (early.seeds[0].low, early.seeds[0].high, early.ratio) == (2.0, None, None)
     assert "1 at or before the first measurement" in early.sentence
 
@@ -256,11 +229,11 @@ def test_an_arm_that_never_reaches_it_gives_an_upper_bound_and_neither_none() ->
         (lambda: Curve.of([-1, 2], [1.0, 2.0]), "not negative"),
         (lambda: Curve.of([], []), "at least one finite loss"),
         (lambda: Curve.of([1], ["nan"]), "counted as diverged"),
-        (lambda: compare_at({0: line((1, 1.0))}, {1: line((1, 1.0))}, 1), "but 0, 1 came in one only"),
+        (lambda: compare_along({0: line((1, 1.0))}, {1: line((1, 1.0))}), "but 0, 1 came in one only"),
         (lambda: compare_along({}, {}), "nothing to compare"),
-        (lambda: reachable({0: line((1, 1.0))}, {}), "every seed in both arms"),
-        (lambda: reach(line((1, 1.0)), math.nan), "finite number"),
-        (lambda: sample_efficiency({0: line((1, 1.0))}, {0: line((1, 1.0))}, 1.0, level=2), "level must lie"),
+        (lambda: find_common_loss({0: line((1, 1.0))}, {}), "every seed in both arms"),
+        (lambda: find_first_reached(line((1, 1.0)), math.nan), "finite number"),
+        (lambda: compare_sample_efficiency({0: line((1, 1.0))}, {0: line((1, 1.0))}, 1.0, level=2), "level must lie"),
     ],
 )
 def test_what_cannot_be_compared_is_one_sentence(call: Callable[[], object], sentence: str) -> None:

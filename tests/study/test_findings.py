@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from qklab.study.answer import answer
-from qklab.study.findings import change, findings_of, listed
-from qklab.study.looks import Looks, read_looks
-from qklab.study.plan import Planned
-from qklab.study.results import Result
+from qklab.study.answer import write_answer
+from qklab.study.findings import derive_findings, describe_cost_change, join_names
+from qklab.study.metrics import find_metric
+from qklab.study.plan import PlannedRun
+from qklab.study.records import Analyses, RunResult, read_analyses
 from qklab.study.spec import StudyError, StudySpec
 
 LRS = (1e-3, 3e-3)
+LOSS = find_metric("loss")
 
 
 def study(**changes: Any) -> StudySpec:
@@ -28,7 +29,7 @@ def study(**changes: Any) -> StudySpec:
     return StudySpec.from_dict(values | changes)
 
 
-def result(arm: str, lr: float, seed: int, loss: float, corpus: str = "stdlib", **took: Any) -> Result:
+def result(arm: str, lr: float, seed: int, loss: float, corpus: str = "stdlib", **took: Any) -> RunResult:
     ended = "finished" if math.isfinite(loss) else "diverged"
     scores = {"loss": loss, "bits_per_byte": loss / 3}
     summary: dict[str, Any] = {
@@ -43,10 +44,10 @@ def result(arm: str, lr: float, seed: int, loss: float, corpus: str = "stdlib", 
         "peak_memory_bytes": 2**20,
         "cache_bytes_per_token": 64,
     }
-    return Result(Planned(corpus, arm, lr, seed), ended, summary | took)
+    return RunResult(PlannedRun(corpus, arm, lr, seed), ended, summary | took)
 
 
-def whole(effects: dict[str, float], noise: float = 0.001, **took: Any) -> list[Result]:
+def whole(effects: dict[str, float], noise: float = 0.001, **took: Any) -> list[RunResult]:
     """Four seeds of every arm; the lower learning rate is worse by 0.1 for the one seed that tries it."""
     wiggle = (1.0, -1.0, 0.5, -0.4)
     return [
@@ -66,10 +67,10 @@ def whole(effects: dict[str, float], noise: float = 0.001, **took: Any) -> list[
 
 def test_a_whole_study() -> None:
     results = whole({"standard": 0.0, "k=v": 0.05, "norm": -0.03})
-    found = findings_of(study(), results, "stdlib")
+    found = derive_findings(study(), results, "stdlib")
     assert {arm: verdict.verdict for arm, verdict in found.verdicts.items()} == {"k=v": "worse", "norm": "better"}
     assert found.headline == "On stdlib, norm beats standard; k=v is worse than standard"
-    assert found.chosen == {"standard": 3e-3, "k=v": 3e-3, "norm": 3e-3}
+    assert found.lrs == {"standard": 3e-3, "k=v": 3e-3, "norm": 3e-3}
     assert found.values["standard"] == {0: 2.0, 1: 2.1, 2: 2.2, 3: pytest.approx(2.3)}
     assert (found.notes, found.settling, found.command) == ([], "", "")
     assert found.planned == 3 * (2 + 3)
@@ -77,8 +78,8 @@ def test_a_whole_study() -> None:
 
 def test_what_would_settle_it_and_the_command() -> None:
     results = whole({"standard": 0.0, "k=v": 0.02, "norm": 0.0001}, noise=0.02)
-    looks = Looks(at_once=2, command="qklab compare --continue --seeds {more} --of {total}")
-    found = findings_of(study(), results, "stdlib", looks)
+    taken = Analyses(at_once=2, command="qklab compare --continue --seeds {more} --of {total}")
+    found = derive_findings(study(), results, "stdlib", taken)
     assert {v.verdict for v in found.verdicts.values()} == {"open"}
     wanted = {arm: v.plan.more for arm, v in found.verdicts.items() if v.plan is not None and v.plan.more}
     assert len(wanted) == 2
@@ -92,14 +93,14 @@ def test_what_would_settle_it_and_the_command() -> None:
 
 def test_no_more_time_than_one_run_where_there_is_room_for_all() -> None:
     results = whole({"standard": 0.0, "k=v": 0.02, "norm": 0.0001}, noise=0.02)
-    found = findings_of(study(), results, "stdlib", Looks(at_once=10_000, command="x"))
+    found = derive_findings(study(), results, "stdlib", Analyses(at_once=10_000, command="x"))
     assert found.settling.count("about 12 s") == 2
 
 
 def test_an_arm_that_diverged_everywhere_takes_nothing_from_the_others() -> None:
     results = [r for r in whole({"standard": 0.0, "k=v": 0.05}) if r.planned.arm != "norm"]
     results += [result("norm", lr, 0, math.inf) for lr in LRS]
-    found = findings_of(study(), results, "stdlib")
+    found = derive_findings(study(), results, "stdlib")
     assert found.verdicts["norm"].verdict == "diverged"
     assert found.verdicts["norm"].sentence == "norm diverged at every learning rate (0.001, 0.003): 2 of 2 runs."
     assert found.verdicts["k=v"].verdict == "worse"
@@ -109,30 +110,30 @@ def test_an_arm_that_diverged_everywhere_takes_nothing_from_the_others() -> None
 
 def test_a_baseline_that_diverged_everywhere() -> None:
     results = [*whole({"k=v": 0.05, "norm": 0.01}), *(result("standard", lr, 0, math.inf) for lr in LRS)]
-    found = findings_of(study(), results, "stdlib")
+    found = derive_findings(study(), results, "stdlib")
     assert found.headline == "standard diverged at every learning rate on stdlib: there is no baseline"
     assert found.verdicts == {}
-    assert "standard" in answer(study(), results)
+    assert "standard" in write_answer(study(), results)
 
 
 def test_under_way() -> None:
-    assert findings_of(study(), [], "stdlib").headline == "Nothing to compare on stdlib yet"
+    assert derive_findings(study(), [], "stdlib").headline == "Nothing to compare on stdlib yet"
     results = whole({"standard": 0.0, "k=v": 0.05, "norm": -0.03})
     for seen in range(len(results)):  # whatever has ended, there is an answer
-        assert findings_of(study(), results[:seen], "stdlib").headline
-        assert answer(study(), results[:seen])
+        assert derive_findings(study(), results[:seen], "stdlib").headline
+        assert write_answer(study(), results[:seen])
     some = [r for r in results if r.planned.arm != "norm" or r.planned.lr < 2e-3]
-    found = findings_of(study(), some, "stdlib")
+    found = derive_findings(study(), some, "stdlib")
     assert found.notes[0] == "Learning rates are still being tried for norm."
     assert found.verdicts["k=v"].verdict == "one seed"  # norm has ended at one seed only
-    without = findings_of(study(), [r for r in results if r.planned.arm != "norm"], "stdlib")
+    without = derive_findings(study(), [r for r in results if r.planned.arm != "norm"], "stdlib")
     assert "No result yet of norm." in without.notes
     assert without.verdicts["k=v"].verdict == "worse"
 
 
 def test_one_learning_rate_that_failed_is_not_all_of_them() -> None:
     results = [*whole({"standard": 0.0, "k=v": 0.05}), result("norm", LRS[0], 0, math.inf)]
-    found = findings_of(study(), results, "stdlib")
+    found = derive_findings(study(), results, "stdlib")
     assert "norm" not in found.verdicts
     assert "Learning rates are still being tried for norm." in found.notes
 
@@ -144,22 +145,22 @@ def test_costs() -> None:
         for lr in LRS
         for seed in range(4)
     ]
-    found = findings_of(study(), results, "stdlib")
+    found = derive_findings(study(), results, "stdlib")
     assert found.costs == {
         "k=v": "k=v takes 25 % more time per token, 50 % less cache, 1 % fewer parameters and the same peak memory.",
         "norm": "norm takes the same time per token, peak memory, cache and parameters.",
     }
-    assert change("time", 101.0, 100.0) == ("time", None)
-    assert change("time", 97.0, 100.0) == ("time", "3 % less")
-    assert change("time", None, 100.0) == ("time", None)
-    assert change("parameters", 1003, 1000, exact=True) == ("parameters", "0.3 % more")
+    assert describe_cost_change("time", 101.0, 100.0) == ("time", None)
+    assert describe_cost_change("time", 97.0, 100.0) == ("time", "3 % less")
+    assert describe_cost_change("time", None, 100.0) == ("time", None)
+    assert describe_cost_change("parameters", 1003, 1000, exact=True) == ("parameters", "0.3 % more")
 
 
 def test_the_answer_as_text() -> None:
     spec = study(corpora=["stdlib", "other"])
     results = whole({"standard": 0.0, "k=v": 0.05, "norm": -0.03})
-    results += [result(r.planned.arm, r.planned.lr, r.planned.seed, r.value("loss"), corpus="other") for r in results]
-    told = answer(spec, results)
+    results += [result(r.planned.arm, r.planned.lr, r.planned.seed, r.value(LOSS), corpus="other") for r in results]
+    told = write_answer(spec, results)
     first, second = told.split("On other, ")
     assert first.startswith(
         "On stdlib, norm beats standard; k=v is worse than standard.\n\n- k=v is worse than standard by 0.05"
@@ -170,37 +171,37 @@ def test_the_answer_as_text() -> None:
 
 
 def test_bits_per_byte_are_told_as_such() -> None:
-    told = answer(study(metric="bits_per_byte"), whole({"standard": 0.0, "k=v": 0.05, "norm": -0.03}))
+    told = write_answer(study(metric="bits_per_byte"), whole({"standard": 0.0, "k=v": 0.05, "norm": -0.03}))
     assert "worse than standard by 0.0166" in told.replace("0.01658", "0.0166").replace("0.01667", "0.0166")
     assert "bits per byte" in told
     assert "nats" not in told
 
 
-def test_looks_are_counted_once_for_each_number_of_seeds(tmp_path: Path) -> None:
-    assert read_looks(tmp_path) == Looks()
+def test_analyses_are_counted_once_for_each_number_of_seeds(tmp_path: Path) -> None:
+    assert read_analyses(tmp_path) == Analyses()
     for seeds in (3, 3, 6):
-        read_looks(tmp_path).with_one_at(seeds, 2, "again {more}").write(tmp_path)
-    looks = read_looks(tmp_path)
-    assert (looks.seeds, len(looks), looks.at_once, looks.command) == ([3, 6], 2, 2, "again {more}")
-    assert looks.with_one_at(6, 2, "").command == "again {more}"
-    (tmp_path / "looks.json").write_text(json.dumps({"taken": 3}))
-    with pytest.raises(StudyError, match=r"looks\.json cannot be read"):
-        read_looks(tmp_path)
+        read_analyses(tmp_path).add(seeds, 2, "again {more}").write(tmp_path)
+    found = read_analyses(tmp_path)
+    assert (found.seeds, len(found.taken), found.at_once, found.command) == ([3, 6], 2, 2, "again {more}")
+    assert found.add(6, 2, "").command == "again {more}"
+    (tmp_path / "analyses.json").write_text(json.dumps({"taken": 3}))
+    with pytest.raises(StudyError, match=r"analyses\.json cannot be read"):
+        read_analyses(tmp_path)
 
 
-def test_each_look_gets_its_part_of_alpha_and_too_many_are_told() -> None:
+def test_each_analysis_gets_its_part_of_alpha_and_too_many_are_told() -> None:
     results = whole({"standard": 0.0, "k=v": 0.05, "norm": -0.03})
-    one, two = (findings_of(study(looks=n), results, "stdlib").verdicts["k=v"].paired for n in (1, 2))
+    one, two = (derive_findings(study(analyses=n), results, "stdlib").verdicts["k=v"].paired for n in (1, 2))
     assert one is not None
     assert two is not None
     assert (one.level, two.level) == (0.95, 0.975)
-    looks = Looks().with_one_at(2, 1, "").with_one_at(3, 1, "").with_one_at(4, 1, "")
-    notes = findings_of(study(looks=2), results, "stdlib", looks).notes
+    taken = Analyses().add(2, 1, "").add(3, 1, "").add(4, 1, "")
+    notes = derive_findings(study(analyses=2), results, "stdlib", taken).notes
     assert len(notes) == 1
-    assert "judged 3 times, at 2, 3 and 4 seeds, and was planned for 2 (looks)" in notes[0]
+    assert "judged 3 times, at 2, 3 and 4 seeds, and was planned for 2 (analyses)" in notes[0]
     assert "up to 7.5 % instead of 5 %" in notes[0]
-    assert findings_of(study(looks=3), results, "stdlib", looks).notes == []
+    assert derive_findings(study(analyses=3), results, "stdlib", taken).notes == []
 
 
 def test_names_in_a_row() -> None:
-    assert [listed(list(names)) for names in ("a", "ab", "abc")] == ["a", "a and b", "a, b and c"]
+    assert [join_names(list(names)) for names in ("a", "ab", "abc")] == ["a", "a and b", "a, b and c"]

@@ -1,18 +1,19 @@
 """A study on a Ray cluster is the same study, whatever happens to its processes and nodes meanwhile."""
 
-import json
 import os
 import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from small_study import (
-    TWO,
-    Told,
+    InProcess,
+    RecordingDisplay,
     alive,
     caught,
     check_saved,
@@ -21,20 +22,20 @@ from small_study import (
     let_go_when_asked,
     parent,
     resumes,
-    small,
+    small_spec,
     unfinished,
     until,
 )
 
-from qklab.study import execute, ray_executor
-from qklab.study.execute import Active, Slots, Study, StudyInterrupted, read_data
-from qklab.study.plan import Planned, confirming, tuning
-from qklab.study.ray_executor import RayStudy, Tasks, attempt, refuse_unfit
-from qklab.study.results import chosen_lrs
+from qklab.study import execute
+from qklab.study.execute import Study, StudyInterrupted
+from qklab.study.executors import Unit, WorkerSlots, ray
+from qklab.study.executors.ray import NodeOrder, RayExecutor, perform_on_node, prepare_node, refuse_unfit, share_nodes
+from qklab.study.plan import PlannedRun
+from qklab.study.records import StudyRecord, is_in_use, read_study_record
+from qklab.study.remote import RemoteStudy
 from qklab.study.spec import StudyError, StudySpec
-from qklab.study.worker import in_use
 from qklab.train.progress import Silent
-from qklab.train.signals import StopRequest
 
 
 @pytest.fixture
@@ -60,13 +61,13 @@ def cluster() -> Iterator[Any]:
             signal.signal(signal.SIGTERM, before)
 
 
-def on_cluster(spec: StudySpec, folder: Path, address: str) -> None:
-    with RayStudy(spec, folder, address=address).opened() as study:
-        study.carry_out(Slots(1, 1), Silent())
+def carry_out_on_cluster(spec: StudySpec, folder: Path, address: str) -> None:
+    with Study(spec, folder).open() as study, closing(RayExecutor("cpu", 1, address)) as executor:
+        study.carry_out(executor, Silent())
 
 
 def worker_of(pid: int) -> int:
-    """The worker of Ray that a run's process belongs to, 0 for an orphan; between them is the worker's nursery."""
+    """The worker of Ray that a run's process belongs to, 0 for an orphan; between them is the one that forks."""
     worker = parent(parent(pid))
     return worker if b"ray::" in Path(f"/proc/{worker or 1}/cmdline").read_bytes() else 0
 
@@ -75,63 +76,63 @@ def node_of(pid: int) -> int:
     return parent(worker_of(pid))
 
 
-def log_of(folder: Path, run: Planned) -> Path:
-    return folder / "logs" / run.place.with_name(f"{run.place.name}.log")
-
-
 @pytest.mark.long
 def test_a_study_survives_whatever_happens_to_its_cluster(
     corpus: str, cluster: Any, driver: Callable[..., Any], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     folder = tmp_path / "study"
     node = cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20)
-    process = driver(on_cluster, small(corpus), folder, cluster.address)
+    process = driver(carry_out_on_cluster, small_spec(corpus), folder, cluster.address)
     run, pid = until(lambda: caught(folder), "run under way")
-    nursery = parent(pid)
+    worker = worker_of(pid)
     process.kill()
     process.join()
-    until(lambda: not alive(nursery), "end of a nursery whose study is gone")
+    until(lambda: not alive(worker), "end of a worker whose study is gone")
     let_go(pid)
     until(lambda: not alive(pid), "end of a run whose study is gone")
-    until(lambda: not any(map(in_use, unfinished(folder))), "end of all")
+    until(lambda: not any(map(is_in_use, unfinished(folder))), "end of all")
     assert run in unfinished(folder)
     check_saved(folder)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(execute, "SHOW", 0.0)
         patch.setattr(execute, "POLL", 0.01)
-        with RayStudy(small(corpus), folder, address=cluster.address).opened() as study:
-            refused_on_a_node(study)
-            failed_on_a_node(study, corpus)
-            stopped(study)
-            lost(study, cluster, node)
+        with (
+            Study(small_spec(corpus), folder).open() as study,
+            closing(RayExecutor("cpu", 2, cluster.address)) as executor,
+        ):
+            refuse_on_a_node(study, executor)
+            fail_on_a_node(study, executor, corpus)
+            stop(study, executor)
+            lose(study, executor, cluster, node)
     check_whole(folder, request.getfixturevalue("undisturbed"))
     assert len(resumes(folder)) >= 4
 
 
-def refused_on_a_node(study: RayStudy) -> None:
+def refuse_on_a_node(study: Study, executor: RayExecutor) -> None:
     """The study was started where the corpus is another text."""
-    data = read_data(study.folder / "study.json")
+    data = read_study_record(study.folder).data
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(study, "prepare", lambda _: study.write([entry | {"hash": "another"} for entry in data]))
+        other = [entry | {"hash": "another"} for entry in data]
+        patch.setattr(study, "prepare_corpora", lambda _: study.write_record(other))
         with pytest.raises(StudyError, match=r"^the corpus .* is another text on the node .* shared file system"):
-            study.carry_out(TWO, Silent())
-    study.write(data)
+            study.carry_out(executor, Silent())
+    study.write_record(data)
 
 
-def failed_on_a_node(study: RayStudy, corpus: str) -> None:
+def fail_on_a_node(study: Study, executor: RayExecutor, corpus: str) -> None:
     """A run meets an error that it would meet again."""
-    run = Planned(corpus, "k=v", 1e-2, 0).folder(study.folder)
-    assert not run.exists()
+    run = PlannedRun(corpus, "k=v", 1e-2, 0).folder_in(study.folder)
+    shutil.rmtree(run, ignore_errors=True)
     run.mkdir(parents=True)
     (run / "metrics.jsonl").write_text("")
     with pytest.raises(StudyError, match=r"the run k=v .* failed: .* holds what a run left but no run.json"):
-        study.carry_out(TWO, Silent())
-    assert not any(map(in_use, unfinished(study.folder)))
+        study.carry_out(executor, Silent())
+    assert not any(map(is_in_use, unfinished(study.folder)))
     shutil.rmtree(run)
 
 
-def stopped(study: RayStudy) -> None:
+def stop(study: Study, executor: RayExecutor) -> None:
     """SIGTERM comes in the midst of a run."""
     found = list[Path]()
 
@@ -142,19 +143,17 @@ def stopped(study: RayStudy) -> None:
             let_go_when_asked(one[1])
 
     with pytest.raises(StudyInterrupted, match=r"^stopped by SIGTERM; the same command continues\.$"):
-        study.carry_out(TWO, Told(act))
+        study.carry_out(executor, RecordingDisplay(act))
     assert found[0] in unfinished(study.folder)
-    assert not any(map(in_use, unfinished(study.folder)))
+    assert not any(map(is_in_use, unfinished(study.folder)))
     check_saved(study.folder)
 
 
-def lost(study: RayStudy, cluster: Any, node: Any) -> None:
+def lose(study: Study, executor: RayExecutor, cluster: Any, node: Any) -> None:
     """In the midst of a run its worker is killed, and later, in the midst of another, its node is lost."""
     raylet, victims, held = node.all_processes["raylet"][0].process.pid, list[Path](), list[int]()
 
     def act() -> None:
-        if told.count("its Ray worker or node was lost") < len(victims):
-            return
         if held:
             let_go(held.pop())
         if not victims and (one := caught(study.folder, lambda pid: node_of(pid) not in (0, raylet))):
@@ -166,98 +165,70 @@ def lost(study: RayStudy, cluster: Any, node: Any) -> None:
         victims.append(one[0])
         held.append(one[1])
 
-    told = Told(act)
-    results = study.carry_out(TWO, told)
+    study.carry_out(executor, RecordingDisplay(act))
     assert len(victims) == 2
     assert not held
-    # a run that was just being sent to the lost node is lost with it
-    assert told.count("its process died (its Ray worker or node was lost); it is resumed") >= 2
-    folder, chosen = study.folder, chosen_lrs(study.spec, results)
-    for run in (*tuning(study.spec), *confirming(study.spec, chosen)):
-        assert log_of(folder, run).read_text().count("on the node ") > victims.count(run.folder(folder))
+    for victim in victims:
+        assert (victim / "log.txt").read_text().count("process ") >= 2
 
 
-def test_a_cluster_on_this_machine(
-    corpus: str, undisturbed: dict[str, Any], undisturbed_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ray = pytest.importorskip("ray")
-    monkeypatch.chdir(tmp_path)
-    handler = signal.getsignal(signal.SIGTERM)
-    shutil.copytree(undisturbed_folder, "study")
-    study = RayStudy(small(corpus), Path("study"))
-    with study.opened():
-        slots = study.slots()
-        assert (slots.threads, slots.gpus) == (1, ())
-        assert slots.count > 2  # the cluster decides
-        monkeypatch.setattr(study, "start", None)
-        assert len(study.carry_out(study.slots("cpu", at_once=2), Silent())) == 6  # done: nothing is submitted
-    assert not ray.is_initialized()
-    assert signal.getsignal(signal.SIGTERM) is handler
-    check_whole(tmp_path / "study", undisturbed)
+# in the place of Ray
 
 
-def first(corpus: str) -> Planned:
-    return Planned(corpus, "standard", 1e-3, 0)
+@pytest.fixture
+def order(corpus: str, tmp_path: Path) -> NodeOrder:
+    """The first unit of a study, as a node gets it."""
+    study = Study(small_spec(corpus), tmp_path / "study")
+    with study.open():
+        study.prepare_corpora(Silent())
+    return NodeOrder.of(study.make_unit([PlannedRun(corpus, "standard", 1e-3, 0)], InProcess()), WorkerSlots(3, 1))
 
 
-def test_a_node_that_would_make_another_run_is_refused(
-    corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The order as it is submitted, looked at on nodes where something is wrong."""
-    orders: list[dict[str, Any]] = []
-    monkeypatch.setattr(ray_executor, "remote_attempt", lambda: Recorder(orders))
-    study = RayStudy(small(corpus), tmp_path / "study")
-    with Study.opened(study):
-        study.prepare(Silent())
-        study.starter = Tasks(study.folder, study.spec.fingerprint)
-        study.start(first(corpus), TWO, {}, Silent())
-    (order,) = orders
-    stopped_on_a_node(order, monkeypatch)
+def test_a_node_that_would_make_another_run_is_refused(order: NodeOrder, tmp_path: Path) -> None:
     refuse_unfit(order, "here")
     with pytest.raises(StudyError, match=r"the node there has qklab .*, but the study was started with 0\.0; install"):
-        refuse_unfit(order | {"version": "0.0"}, "there")
+        refuse_unfit(replace(order, version="0.0"), "there")
     with pytest.raises(StudyError, match=r"does not see this study in .*nowhere; the study's folder must be on a file"):
-        refuse_unfit(order | {"study": str(tmp_path / "nowhere")}, "there")
+        refuse_unfit(replace(order, unit=replace(order.unit, study=tmp_path / "nowhere")), "there")
     with pytest.raises(StudyError, match="does not see this study"):
-        refuse_unfit(order | {"fingerprint": "another"}, "there")
-    task = json.loads(json.dumps(order["task"]))
-    task["spec"]["corpus"]["source"] = str(tmp_path / "nothing")
+        refuse_unfit(replace(order, unit=replace(order.unit, fingerprint="another")), "there")
+    (task,) = order.unit.tasks
+    other = replace(task, spec=task.spec | {"corpus": task.spec["corpus"] | {"source": str(tmp_path / "nothing")}})
     with pytest.raises(StudyError, match="the node there cannot prepare the corpus: "):
-        refuse_unfit(order | {"task": task}, "there")
-    study.write([entry | {"hash": "of another text"} for entry in read_data(study.folder / "study.json")])
+        refuse_unfit(replace(order, unit=replace(order.unit, tasks=(other,))), "there")
+    record = read_study_record(order.unit.study)
+    StudyRecord(record.spec, [entry | {"hash": "of another text"} for entry in record.data]).write(order.unit.study)
     with pytest.raises(StudyError, match="is another text on the node there than where the study was started"):
         refuse_unfit(order, "there")
     assert not (tmp_path / "nowhere").exists()
 
 
-def stopped_on_a_node(order: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray cancels the task while its run is begun: no run is left, and none that never began is waited for."""
-    heeded = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        monkeypatch.setattr(ray_executor, "Nursery", Interrupted)
-        assert attempt(dict(order)) is None
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, heeded)
-    nursery = ray_executor.NURSERIES.pop(1)
-    assert isinstance(nursery, Interrupted)
-    assert nursery.done == ["started", "stopped"]
+def test_a_node_that_shares_nothing_but_a_url(
+    order: NodeOrder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QKLAB_CACHE", str(tmp_path / "cache"))
+    url = f"file://{tmp_path}/url"
+    RemoteStudy(url, order.unit.study).send_study()
+    unit = prepare_node(replace(order, unit=replace(order.unit, url=url)))
+    assert unit.study == RemoteStudy(url).local / "node"
+    assert (unit.study / "study.json").exists()
+    assert unit.tasks[0].folder.relative_to(unit.study) == order.unit.tasks[0].folder.relative_to(order.unit.study)
+    assert unit.measure_progress() == [(False, "")]
 
 
 class Interrupted:
-    """In the place of a nursery: SIGINT comes before the run is begun, and again while it saves its state."""
+    """In the place of the local executor: SIGINT comes before the unit is begun, and again while it saves its state."""
 
-    lost = False
+    def __init__(self, device: str):
+        self.running, self.done = [1], list[str]()
+        made.append(self)
 
-    def __init__(self, log: Path, environment: dict[str, str]):
-        self.done = list[str]()
-
-    def start(self, task: Any, log: Path, environment: dict[str, str]) -> int:
+    def submit(self, unit: Unit) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         self.done.append("started")
-        return 1
+        assert not hasattr(sys.modules["__main__"], "__file__")
 
-    def ended(self, patience: float) -> list[Any]:
+    def wait(self, seconds: float) -> list[Any]:
         return []
 
     def stop(self) -> int:
@@ -266,117 +237,124 @@ class Interrupted:
         return 0
 
 
-class Deaf:
-    """In the place of Ray: the first request to stop each task is lost."""
+made: list[Interrupted] = []
+
+
+def test_a_task_that_is_cancelled_lets_its_runs_save(order: NodeOrder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray cancels the task while its unit is begun: no run is left, and none that never began is waited for."""
+    main, heeded = sys.modules["__main__"], signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        monkeypatch.setattr(ray, "LocalExecutor", Interrupted)
+        assert perform_on_node(order) is False
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, heeded)
+    assert made.pop().done == ["started", "stopped"]
+    assert sys.modules["__main__"] is main
+
+
+class FakeRay:
+    """In the place of Ray: a task is a number; `lost` are those whose worker was, `asked` who was cancelled how often.
+    The first request to stop a task is lost, and 99 never hears one."""
+
+    class exceptions:  # noqa: N801
+        RayError = type("RayError", (Exception,), {})
+        RayTaskError = type("RayTaskError", (RayError,), {})
+        TaskCancelledError = type("TaskCancelledError", (RayTaskError,), {})
 
     def __init__(self) -> None:
-        self.asked = list[str]()
+        self.submitted, self.lost, self.asked, self.options_of = (
+            list[NodeOrder](),
+            set[int](),
+            list[int](),
+            dict[str, Any](),
+        )
 
-    def cancel(self, ref: str) -> None:
-        self.asked.append(ref)
-
-    def wait(self, refs: list[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
-        assert num_returns == len(refs)
-        assert timeout <= ray_executor.ASK
-        heard = [ref for ref in refs if ref != "never" and self.asked.count(ref) > 1]
-        return heard, [ref for ref in refs if ref not in heard]
-
-
-def test_a_task_that_was_asked_too_early_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster, tasks = Deaf(), Tasks(tmp_path, "")
-    monkeypatch.setattr(ray_executor, "library", lambda: cluster)
-    tasks.numbers = {"one": 1, "other": 2}
-    assert tasks.stop() == 0
-    assert cluster.asked == ["one", "other"] * 2
-    monkeypatch.setattr(ray_executor, "SAVING", 0.1)
-    tasks.numbers = {"never": 3, "one": 4}
-    assert tasks.stop() == 1  # in the end a run that hangs is given up
-    assert cluster.asked.count("never") > 2
-    assert not tasks.numbers
-
-
-class Recorder:
-    """In the place of Ray's remote function: keeps what it would have been called with."""
-
-    def __init__(self, orders: list[dict[str, Any]]):
-        self.orders = orders
-
-    def options(self, **options: Any) -> "Recorder":
-        assert (options["num_cpus"], options["num_gpus"], options["max_retries"]) == (1, 0, 0)
+    def options(self, **options: Any) -> "FakeRay":
+        self.options_of = options
         return self
 
-    def remote(self, order: dict[str, Any]) -> object:
-        self.orders.append(order)
-        return object()
+    def remote(self, order: NodeOrder) -> int:
+        self.submitted.append(order)
+        return len(self.submitted)
 
+    def get(self, ref: int) -> bool:
+        if ref in self.lost:
+            raise self.exceptions.RayError("lost")
+        return True
 
-class Nodes:
-    """In the place of Ray: a cluster of nodes with these resources."""
+    def cancel(self, ref: int) -> None:
+        self.asked.append(ref)
 
-    def __init__(self, *resources: dict[str, float]):
-        self.resources = resources
+    def wait(self, refs: list[int], num_returns: int, timeout: float) -> tuple[list[int], list[int]]:
+        heard = [ref for ref in refs if not self.asked or (ref != 99 and self.asked.count(ref) > 1)]
+        return heard, [ref for ref in refs if ref not in heard]
+
+    def is_initialized(self) -> bool:
+        return True
 
     def nodes(self) -> list[dict[str, Any]]:
-        return [{"Alive": True, "Resources": one} for one in self.resources] + [
-            {"Alive": False, "Resources": {"CPU": 64.0, "GPU": 64.0}}
-        ]
+        return [{"Alive": True, "Resources": {"CPU": 1.0}}, {"Alive": False, "Resources": {"CPU": 64.0, "GPU": 64.0}}]
 
 
-def test_a_run_gets_a_gpu_and_its_share_of_the_cpus(
-    corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    fake = FakeRay()
+    monkeypatch.setattr(ray, "import_ray", lambda: fake)
+    monkeypatch.setattr(ray, "remote_task", lambda: fake)
+    return fake
+
+
+def test_what_ray_begins_anew_and_what_the_study_does(order: NodeOrder, fake: FakeRay) -> None:
+    said = list[str]()
+    executor, (task,) = RayExecutor("cpu", 2, say=said.append), order.unit.tasks
+    executor.submit(order.unit)
+    assert executor.free == 1
+    assert (fake.options_of["num_cpus"], fake.options_of["num_gpus"], fake.options_of["max_retries"]) == (1, 0, 2)
+    fake.lost = {1}
+    (task.folder / "checkpoints" / "step-0000000001").mkdir(parents=True)
+    assert executor.wait(0.0) == []  # it got further, so it is submitted once more
+    assert said == [f"{task.name}: its Ray worker or node was lost; it is resumed."]
+    fake.lost = {2}
+    with pytest.raises(StudyError, match="was lost 3 times without its getting further"):
+        executor.wait(0.0)
+    executor.submit(order.unit)
+    assert executor.wait(0.0) == [task]
+    assert executor.wait(0.0) == []
+
+
+def test_a_task_that_was_asked_too_early_is_asked_again(
+    order: NodeOrder, fake: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    study = RayStudy(small(corpus), tmp_path / "study")
-    cluster = Nodes({"CPU": 8.0}, {"CPU": 32.0, "GPU": 4.0}, {"CPU": 12.0, "GPU": 2.0})
-    monkeypatch.setattr(ray_executor, "library", lambda: cluster)
-    assert study.slots() == study.slots("cuda") == Slots(ray_executor.ROOM, 6, (0,))
-    assert study.slots("cpu", at_once=3) == Slots(3, 1)
-    assert ray_executor.has_room(cluster.nodes(), {"CPU": 6, "GPU": 1})
-    assert not ray_executor.has_room(cluster.nodes(), {"CPU": 33, "GPU": 1})
-    cluster.resources = ({"CPU": 2.0},)
-    assert study.slots() == Slots(ray_executor.ROOM, 1)
+    executor = RayExecutor("cpu", 2)
+    for _ in range(2):
+        executor.submit(order.unit)
+    assert executor.stop() == 0
+    assert fake.asked == [1, 2] * 2
+    monkeypatch.setattr(ray, "SAVING", 0.1)
+    monkeypatch.setattr(executor, "units", {99: None, 1: None})
+    assert executor.stop() == 1  # in the end a run that hangs is given up
+    assert fake.asked.count(99) > 1
+    assert not executor.units
+
+
+def test_a_unit_gets_a_gpu_and_its_share_of_the_cpus(fake: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [{"CPU": 8.0}, {"CPU": 32.0, "GPU": 4.0}, {"CPU": 12.0, "GPU": 2.0}]
+    assert share_nodes(nodes, "auto", None) == share_nodes(nodes, "cuda", None) == WorkerSlots(ray.UNLIMITED, 6, (0,))
+    assert share_nodes(nodes, "cpu", 3) == WorkerSlots(3, 1)
+    assert share_nodes([{"CPU": 2.0}], "auto", None) == WorkerSlots(ray.UNLIMITED, 1)
     with pytest.raises(StudyError, match="no node of the Ray cluster has a GPU, but device=cuda came"):
-        study.slots("cuda")
+        share_nodes([{"CPU": 2.0}], "cuda", None)
+    said = list[str]()
+    monkeypatch.setattr(ray, "share_nodes", lambda *_: WorkerSlots(1, 2, (0,)))
+    RayExecutor(say=said.append)
+    assert said == ["no node of the Ray cluster has 2 CPUs and 1 GPU; the runs wait until one joins."]
 
 
-def test_a_result_that_is_written_elsewhere_and_a_queue_are_told(
-    corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    study, display = RayStudy(small(corpus), tmp_path / "study"), Lines()
-    run = Active(first(corpus), 0, tmp_path / "log", said=0, saved="")
-    study.tell([run], 4, display)
-    assert display.shown == "0/4 runs · waiting for a node with room"
-    (tmp_path / "log").write_text("on the node there:\n")
-    study.began = 0.0
-    study.tell([run], 4, display)
-    assert run.planned.name in display.shown
-    monkeypatch.setattr(ray_executor, "SEEN", 0.2)
-    with pytest.raises(StudyError, match=r"ended, but its result is not in .*; the study's folder must be on a file"):
-        study.ended(run, 0, display)
-    monkeypatch.setattr(ray_executor, "library", lambda: Nodes({"CPU": 1.0}))
-    monkeypatch.setattr(Study, "perform", lambda *_: [])
-    study.perform([run.planned], Slots(1, 2, (0,)), display, StopRequest(), 4)
-    assert display.said == ["no node of the Ray cluster has 2 CPUs and 1 GPU; the runs wait until one joins."]
-
-
-class Lines(Silent):
-    def __init__(self) -> None:
-        self.said, self.shown = list[str](), ""
-
-    def say(self, sentence: str) -> None:
-        self.said.append(sentence)
-
-    def show(self, done: float, line: str) -> None:
-        self.shown = line
-
-
-def test_without_ray_one_sentence(corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with (
-        pytest.raises(StudyError, match=r"^a study on a cluster needs Ray, which is not installed: pip install 'qklab"),
-        RayStudy(small(corpus), tmp_path / "study").opened(),
-    ):
-        pass
-    assert not (tmp_path / "study").exists()
+    with pytest.raises(StudyError, match=r"^a study on a cluster needs Ray, which is not installed: pip install 'qkl"):
+        RayExecutor()
 
 
 @pytest.mark.parametrize(
@@ -390,10 +368,7 @@ def test_without_ray_one_sentence(corpus: str, tmp_path: Path, monkeypatch: pyte
         ),
     ],
 )
-def test_an_address_where_no_cluster_is(corpus: str, tmp_path: Path, address: str, sentence: str) -> None:
+def test_an_address_where_no_cluster_is(address: str, sentence: str) -> None:
     pytest.importorskip("ray")
-    with (
-        pytest.raises(StudyError, match=sentence),
-        RayStudy(small(corpus), tmp_path / "study", address=address).opened(),
-    ):
-        pass
+    with pytest.raises(StudyError, match=sentence):
+        RayExecutor(address=address)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from qklab.schema import SpecError
-from qklab.study.plan import Planned, confirming, figure, file_name, tuning
-from qklab.study.results import Result, by_seed, chosen_lrs, ledger
+from qklab.study.metrics import find_metric
+from qklab.study.plan import PlannedRun, encode_file_name, plan_confirming_runs, plan_tuning_runs, write_number
+from qklab.study.records import RunResult, choose_learning_rates, collect_values, sum_up_ledger
 from qklab.study.spec import StudyError, StudySpec, read_study
 
 BASE: dict[str, Any] = {
@@ -37,13 +38,13 @@ def study(**changes: Any) -> StudySpec:
 
 def test_every_arm_gets_the_same_learning_rates_and_seeds() -> None:
     spec = study(corpora=["stdlib", "other"], seeds=4, tuning_seeds=2)
-    plan = list(tuning(spec))
+    plan = list(plan_tuning_runs(spec))
     assert len(plan) == len(set(plan)) == 2 * 2 * 2 * 4
     for arm in spec.arms:
         own = {(run.corpus, run.lr, run.seed) for run in plan if run.arm == arm}
         assert own == {(c, lr, seed) for c in ("stdlib", "other") for lr in (1e-3, 3e-3) for seed in (0, 1)}
     chosen = {(corpus, arm): 1e-3 for corpus in spec.corpora for arm in spec.arms}
-    rest = list(confirming(spec, chosen))
+    rest = list(plan_confirming_runs(spec, chosen))
     assert not set(rest) & set(plan)
     assert Counter(run.arm for run in rest) == dict.fromkeys(spec.arms, 2 * 2)
     assert {run.seed for run in rest} == {2, 3}
@@ -51,7 +52,7 @@ def test_every_arm_gets_the_same_learning_rates_and_seeds() -> None:
 
 
 def test_arms_of_a_seed_run_next_to_each_other() -> None:
-    plan = list(tuning(study(tuning_seeds=2)))
+    plan = list(plan_tuning_runs(study(tuning_seeds=2)))
     assert [run.arm for run in plan[:4]] == list(ARMS)
     assert [(run.seed, run.lr) for run in plan[::4]] == [(0, 1e-3), (0, 3e-3), (1, 1e-3), (1, 3e-3)]
 
@@ -59,9 +60,10 @@ def test_arms_of_a_seed_run_next_to_each_other() -> None:
 def test_an_arm_without_a_learning_rate_is_not_confirmed() -> None:
     spec = study()
     chosen = {("stdlib", arm): None if arm == "gelu" else 1e-3 for arm in spec.arms}
-    assert {run.arm for run in confirming(spec, chosen)} == set(ARMS) - {"gelu"}
+    assert {run.arm for run in plan_confirming_runs(spec, chosen)} == set(ARMS) - {"gelu"}
 
 
+LOSS = find_metric("loss")
 ODD = [
     "a/b",
     "a%2Fb",
@@ -93,23 +95,23 @@ ODD = [
 
 
 def test_names_of_folders_are_unique_plain_and_short_enough() -> None:
-    made = [file_name(name) for name in ODD]
+    made = [encode_file_name(name) for name in ODD]
     assert len(set(made)) == len(ODD)
     for name in made:
         assert "/" not in name
         assert not name.startswith(".")
         assert len(name.encode()) <= 100
         assert name.isascii()
-    assert file_name("k=v") == "k=v"
+    assert encode_file_name("k=v") == "k=v"
 
 
 def test_learning_rates_that_look_alike_have_folders_of_their_own() -> None:
     rates = [1e-3, 1.0000001e-3, 3e-3, 0.1 + 0.2, 0.3, 1e-5]
-    plan = [Planned("c", "a", lr, 0) for lr in rates]
-    assert len({run.folder(Path("s")) for run in plan}) == len(rates)
+    plan = [PlannedRun("c", "a", lr, 0) for lr in rates]
+    assert len({run.folder_in(Path("s")) for run in plan}) == len(rates)
     assert len({run.name for run in plan}) == len(rates)
-    assert all(float(figure(lr)) == lr for lr in rates)
-    assert plan[0].folder(Path("s")) == Path("s/runs/c/a/lr0.001-seed0")
+    assert all(float(write_number(lr)) == lr for lr in rates)
+    assert plan[0].folder_in(Path("s")) == Path("s/runs/c/a/lr0.001-seed0")
 
 
 # matching
@@ -266,7 +268,9 @@ def test_a_study_survives_its_file(tmp_path: Path) -> None:
 # results
 
 
-def result(arm: str, lr: float, seed: int, valid: float, test: float, status: str = "finished", **more: Any) -> Result:
+def result(
+    arm: str, lr: float, seed: int, valid: float, test: float, status: str = "finished", **more: Any
+) -> RunResult:
     evaluation = {
         "valid": {"loss": valid, "bits_per_byte": valid / 2},
         "test": {"loss": test, "bits_per_byte": test / 2},
@@ -274,7 +278,7 @@ def result(arm: str, lr: float, seed: int, valid: float, test: float, status: st
     costs = {"parameters": 100, "training_flops": 1e6, "tokens": 10, "seconds": 2.0, "tokens_per_second": 5.0}
     memory = {"peak_memory_bytes": 1000, "cache_bytes_per_token": 64}
     summary = {"evaluation": evaluation if status == "finished" else {}} | costs | memory | more
-    return Result(Planned("stdlib", arm, lr, seed), status, summary)
+    return RunResult(PlannedRun("stdlib", arm, lr, seed), status, summary)
 
 
 def test_the_learning_rate_is_chosen_on_validation_and_reported_on_test() -> None:
@@ -291,12 +295,12 @@ def test_the_learning_rate_is_chosen_on_validation_and_reported_on_test() -> Non
         result("standard", 1e-3, 2, valid=0.1, test=7.0),
         result("k=v", 3e-3, 2, valid=99.0, test=8.25),  # a seed that does not tune
     ]
-    chosen = chosen_lrs(spec, results)
+    chosen = choose_learning_rates(spec, results)
     assert chosen == {("stdlib", "standard"): 1e-3, ("stdlib", "k=v"): 3e-3}
-    assert by_seed(spec, results, chosen, "stdlib", "standard") == {0: 9.0, 1: 9.5, 2: 7.0}
-    assert by_seed(spec, results, chosen, "stdlib", "k=v") == {0: 8.0, 1: 8.5, 2: 8.25}
+    assert collect_values(spec, results, chosen, "stdlib", "standard") == {0: 9.0, 1: 9.5, 2: 7.0}
+    assert collect_values(spec, results, chosen, "stdlib", "k=v") == {0: 8.0, 1: 8.5, 2: 8.25}
     bits = study(arms={"standard": {}, "k=v": {}}, tuning_seeds=2, metric="bits_per_byte")
-    assert by_seed(bits, results, chosen, "stdlib", "k=v") == {0: 4.0, 1: 4.25, 2: 4.125}
+    assert collect_values(bits, results, chosen, "stdlib", "k=v") == {0: 4.0, 1: 4.25, 2: 4.125}
 
 
 def test_a_learning_rate_at_which_a_run_diverged_is_not_chosen() -> None:
@@ -312,27 +316,27 @@ def test_a_learning_rate_at_which_a_run_diverged_is_not_chosen() -> None:
         result("k=v", 3e-3, 0, **diverged),
         result("k=v", 3e-3, 1, **diverged),
     ]
-    chosen = chosen_lrs(spec, results)
+    chosen = choose_learning_rates(spec, results)
     assert chosen == {("stdlib", "standard"): 1e-3, ("stdlib", "k=v"): None}
-    assert by_seed(spec, results, chosen, "stdlib", "k=v") == {}
-    assert results[3].value("loss") == math.inf
-    assert results[3].told("loss") == "no result"
+    assert collect_values(spec, results, chosen, "stdlib", "k=v") == {}
+    assert results[3].value(LOSS) == math.inf
+    assert results[3].describe(LOSS) == "no result"
 
 
 def test_a_run_whose_evaluation_is_not_finite_has_no_result() -> None:
     for value in ("nan", "inf", math.nan):
         run = result("standard", 1e-3, 0, 1.0, 1.0)
         run.summary["evaluation"]["test"]["loss"] = value
-        assert run.value("loss") == math.inf
-        assert run.told("loss") == "no result"
-        assert run.value("loss", "valid") == 1.0
+        assert run.value(LOSS) == math.inf
+        assert run.describe(LOSS) == "no result"
+        assert run.value(LOSS, "valid") == 1.0
 
 
 def test_validation_never_stands_in_for_test() -> None:
     run = result("standard", 1e-3, 0, 1.0, 2.0)
     del run.summary["evaluation"]["test"]
     with pytest.raises(StudyError, match="has no loss on test text"):
-        run.value("loss")
+        run.value(LOSS)
 
 
 def test_ledger() -> None:
@@ -343,7 +347,7 @@ def test_ledger() -> None:
         result("standard", 3e-3, 1, 1.0, 1.0, status="diverged", seconds=0.1, tokens=1),
         result("k=v", 1e-3, 0, 1.0, 1.0, status="diverged", tokens=3),
     ]
-    assert ledger(results, "stdlib", "standard", spec.lrs) == {
+    assert sum_up_ledger(results, "stdlib", "standard", spec.lrs) == {
         "parameters": 100,
         "training_flops": 1e6,
         "tokens": 10,
@@ -355,7 +359,7 @@ def test_ledger() -> None:
         "runs": 3,
         "diverged": 1,
     }
-    other = ledger(results, "stdlib", "k=v", spec.lrs)
+    other = sum_up_ledger(results, "stdlib", "k=v", spec.lrs)
     assert (other["runs"], other["diverged"], other["tokens"]) == (1, 1, 3)
-    none = ledger(results, "elsewhere", "standard", spec.lrs)
+    none = sum_up_ledger(results, "elsewhere", "standard", spec.lrs)
     assert (none["runs"], none["seconds"]) == (0, None)

@@ -8,28 +8,23 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from scipy import integrate
 from scipy import stats as scipy_stats
 
-from qklab.study.stats import (
+from qklab.study.metrics import Metric, find_metric
+from qklab.study.stats.equivalence import assess_equivalence
+from qklab.study.stats.interim import alpha_of_each, false_alarm_bound
+from qklab.study.stats.paired import (
     ANECDOTE,
     IDENTICAL,
-    Sample,
-    chance_settled,
-    equivalence,
-    equivalence_power_of,
-    holm,
-    paired,
-    power_of,
-    seeds_for_equivalence,
-    seeds_needed,
-    settle,
-    split_diverged,
-    spread_ratio,
-    spreads,
-    studentised_bootstrap,
-    verdicts,
+    DifferenceSample,
+    adjust_holm,
+    bootstrap_interval,
+    compare_paired,
+    separate_diverged,
 )
+from qklab.study.stats.power import chance_of_settling, plan_more_seeds
+from qklab.study.stats.spread import compare_spread
+from qklab.study.verdict import judge_arms
 
 Array = NDArray[np.float64]
 NAN = math.nan
@@ -53,9 +48,9 @@ def seeded(values: Any) -> dict[int, float]:
     return dict(enumerate(values))
 
 
-def sample(differences: list[float]) -> Sample:
+def sample(differences: list[float]) -> DifferenceSample:
     d = np.array(differences)
-    return Sample.of(d, np.zeros_like(d))
+    return DifferenceSample.of(d, np.zeros_like(d))
 
 
 # Known truth: nothing where there is nothing
@@ -64,14 +59,14 @@ def sample(differences: list[float]) -> Sample:
 @pytest.mark.parametrize("n", [2, 3, 5, 10])
 def test_no_effect_is_found_as_often_as_alpha_says(n: int) -> None:
     studies = 3000
-    rate = np.mean([(paired(a, b).p or 0) < 0.05 for a, b in pairs(n, studies, n)])
+    rate = np.mean([(compare_paired(a, b).p or 0) < 0.05 for a, b in pairs(n, studies, n)])
     assert abs(rate - 0.05) < slack(0.05, studies)
 
 
 def test_sign_flips_never_exceed_alpha_whatever_the_distribution() -> None:
     studies, chance = 2000, np.random.default_rng(5)
     symmetric = chance.standard_t(1.5, (studies, 8))
-    rate = np.mean([(paired(d, np.zeros(8)).p_sign_flip or 0) < 0.05 for d in symmetric])
+    rate = np.mean([(compare_paired(d, np.zeros(8)).p_sign_flip or 0) < 0.05 for d in symmetric])
     assert rate < 0.05 + slack(0.05, studies)
     assert rate > 0.02
 
@@ -86,7 +81,7 @@ def four_arms(seed: int, studies: int, n: int, effect: float = 0.0) -> Any:
 def test_four_arms_sharing_a_baseline_are_falsely_told_apart_at_most_at_alpha() -> None:
     studies = false = uncorrected = 0
     for arms, baseline in four_arms(1, 2000, 5):
-        found = verdicts(arms, baseline, 1e-6, cap=0).values()
+        found = judge_arms(arms, baseline, 1e-6, cap=0).values()
         studies += 1
         false += any(v.verdict in ("better", "worse") for v in found)
         uncorrected += any(v.paired is not None and (v.paired.p or 0) < 0.05 for v in found)
@@ -97,28 +92,34 @@ def test_four_arms_sharing_a_baseline_are_falsely_told_apart_at_most_at_alpha() 
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_equivalence_is_falsely_claimed_at_the_margin_at_most_at_alpha(sign: int) -> None:
     studies = 3000
-    claims = [equivalence(a, b, 2.0).equivalent for a, b in pairs(2, studies, 8, effect=2.0 * sign)]
+    claims = [assess_equivalence(a, b, 2.0).equivalent for a, b in pairs(2, studies, 8, effect=2.0 * sign)]
     assert abs(np.mean(claims) - 0.05) < slack(0.05, studies)
 
 
 def test_what_is_worse_is_called_better_at_most_at_half_alpha() -> None:
     studies = 3000
-    words = [verdicts({"arm": a}, b, 1e-9, cap=0)["arm"].verdict for a, b in pairs(3, studies, 5, effect=0.02, sd=1.0)]
+    words = [
+        judge_arms({"arm": a}, b, 1e-9, cap=0)["arm"].verdict for a, b in pairs(3, studies, 5, effect=0.02, sd=1.0)
+    ]
     assert words.count("better") / studies < 0.025 + slack(0.025, studies)
-    clear = [verdicts({"arm": a}, b, 1e-9, cap=0)["arm"].verdict for a, b in pairs(4, 2000, 5, effect=2.0)]
+    clear = [judge_arms({"arm": a}, b, 1e-9, cap=0)["arm"].verdict for a, b in pairs(4, 2000, 5, effect=2.0)]
     assert clear.count("better") == 0
     assert clear.count("worse") > 1500
 
 
-def test_looking_twice_costs_what_the_docstring_says_and_looks_pays_for_it() -> None:
+def test_judging_twice_costs_what_the_docstring_says_and_analyses_pay_for_it() -> None:
     studies, false = 2500, {1: 0, 2: 0}
     for a, b in pairs(6, studies, 10):
-        for looks in false:
-            first = verdicts({"arm": a[:5]}, b[:5], 1e-9, cap=0, looks=looks)["arm"].verdict
-            last = verdicts({"arm": a}, b, 1e-9, cap=0, looks=looks)["arm"].verdict if first == "open" else first
-            false[looks] += last != "open"
+        for analyses in false:
+            first = judge_arms({"arm": a[:5]}, b[:5], 1e-9, cap=0, analyses=analyses)["arm"].verdict
+            last = (
+                judge_arms({"arm": a}, b, 1e-9, cap=0, analyses=analyses)["arm"].verdict if first == "open" else first
+            )
+            false[analyses] += last != "open"
     assert abs(false[1] / studies - 0.08) < 0.02
     assert false[2] / studies < 0.05 + slack(0.05, studies)
+    assert alpha_of_each(0.05, 2) == 0.025
+    assert [false_alarm_bound(0.05, 2, taken) for taken in (1, 2, 3)] == pytest.approx([0.05, 0.05, 0.075])
 
 
 @pytest.mark.parametrize("n", [4, 8])
@@ -126,44 +127,19 @@ def test_pitman_morgan_keeps_its_level_and_its_interval_covers(n: int) -> None:
     studies, chance = 3000, np.random.default_rng(n)
     common, own = chance.standard_normal((studies, n)), chance.standard_normal((2, studies, n))
     a, b = 0.8 * common + 0.6 * own[0], 0.8 * common + 0.6 * own[1]
-    alarms = [(spread_ratio(x, y).p or 0) < 0.05 for x, y in zip(a, b, strict=True)]
+    alarms = [(compare_spread(x, y).p or 0) < 0.05 for x, y in zip(a, b, strict=True)]
     assert abs(np.mean(alarms) - 0.05) < slack(0.05, studies)
-    planted = [spread_ratio(3 * x, y) for x, y in zip(a, b, strict=True)]
+    planted = [compare_spread(3 * x, y) for x, y in zip(a, b, strict=True)]
     covered = [(s.low or 0) <= 3 <= (s.high or 0) for s in planted]
     assert abs(np.mean(covered) - 0.95) < slack(0.05, studies)
-
-
-def test_brown_forsythe_is_cautious_and_finds_a_planted_spread() -> None:
-    studies, chance = 2000, np.random.default_rng(8)
-    values = chance.standard_normal((studies, 4, 5))
-    rate = np.mean([(spreads({str(i): v for i, v in enumerate(arms)}).p or 0) < 0.05 for arms in values])
-    assert 0.001 < rate < 0.012  # the docstring: 0.5 %
-    wide = chance.standard_normal((300, 3, 15)) * np.array([1, 1, 6])[:, None]
-    found = np.mean([(spreads({str(i): v for i, v in enumerate(arms)}).p or 0) < 0.05 for arms in wide])
-    assert found > 0.9
 
 
 # Known truth: what was planted is found
 
 
-@pytest.mark.parametrize(("n", "effect"), [(3, 3.0), (5, 1.5), (10, 1.0), (10, -0.7)])
-def test_a_planted_effect_is_found_as_often_as_power_of_predicts(n: int, effect: float) -> None:
-    studies, predicted = 2500, power_of(n, 1.0, effect)
-    found = [(paired(a, b).p or 0) < 0.05 for a, b in pairs(n, studies, n, effect=effect)]
-    assert 0.3 < predicted < 0.95
-    assert abs(np.mean(found) - predicted) < slack(predicted, studies)
-
-
-@pytest.mark.parametrize(("n", "effect"), [(4, 0.0), (8, 0.0), (12, 0.5), (12, -0.5)])
-def test_equivalence_is_shown_as_often_as_its_power_predicts(n: int, effect: float) -> None:
-    studies, predicted = 2500, equivalence_power_of(n, 1.0, 1.2, effect)
-    shown = [equivalence(a, b, 1.2).equivalent for a, b in pairs(n, studies, n, effect=effect)]
-    assert abs(np.mean(shown) - predicted) < slack(predicted, studies)
-
-
 def covering(differences: Array, truth: float = 0.0) -> tuple[float, float | None]:
     """Coverage of the t and the bootstrap interval over rows of differences."""
-    found = [paired(d, np.zeros_like(d)) for d in differences]
+    found = [compare_paired(d, np.zeros_like(d)) for d in differences]
     t = np.mean([f.low is not None and f.high is not None and f.low <= truth <= f.high for f in found])
     if found[0].bootstrap_low is None:
         assert all(f.bootstrap_low is None and f.bootstrap_high is None for f in found)
@@ -193,36 +169,16 @@ def test_the_bootstrap_interval_stands_skew_better_than_t(n: int, stated: float)
     assert 0.87 - slack(0.13, studies) < t < 0.90 + slack(0.1, studies)
 
 
-@pytest.mark.parametrize(("sd", "effect", "power"), [(1.0, 1.0, 0.8), (0.02, -0.05, 0.9), (1.0, 0.4, 0.8)])
-def test_seeds_needed_reaches_its_power_and_one_fewer_does_not(sd: float, effect: float, power: float) -> None:
-    n = seeds_needed(sd, effect, power)
-    assert n is not None
-    assert power_of(n, sd, effect) >= power > power_of(n - 1, sd, effect)
-    d = effect + sd * np.random.default_rng(n).standard_normal((20_000, n))
-    p = stats.ttest_1samp(d, 0, axis=1).pvalue
-    assert np.mean(p < 0.05) > power - slack(power, 20_000)
-
-
-@pytest.mark.parametrize(("margin", "effect"), [(1.0, 0.0), (0.5, 0.1), (3.0, -1.0)])
-def test_seeds_for_equivalence_reaches_its_power_and_one_fewer_does_not(margin: float, effect: float) -> None:
-    n = seeds_for_equivalence(1.0, margin, effect)
-    assert n is not None
-    assert equivalence_power_of(n, 1.0, margin, effect) >= 0.8 > equivalence_power_of(n - 1, 1.0, margin, effect)
-    d = effect + np.random.default_rng(n).standard_normal((20_000, n))
-    half = stats.t.ppf(0.95, n - 1) * d.std(1, ddof=1) / math.sqrt(n)
-    assert np.mean(np.abs(d.mean(1)) + half < margin) > 0.8 - slack(0.8, 20_000)
-
-
 def test_the_seeds_that_settle_a_case_do_so_at_least_as_often_as_promised() -> None:
     chance, kept, plans = np.random.default_rng(9), [], 0
     for _ in range(600):
         sd = math.exp(chance.uniform(math.log(0.05), math.log(20)))
         d = chance.uniform(-6, 6) * max(1, sd) + sd * chance.standard_normal(103)
-        if verdicts({"arm": d[:3]}, np.zeros(3), 1.0, cap=0)["arm"].verdict != "open":
+        if judge_arms({"arm": d[:3]}, np.zeros(3), 1.0, cap=0)["arm"].verdict != "open":
             continue
-        plan, plans = settle(d[:3], np.zeros(3), 1.0), plans + 1
+        plan, plans = plan_more_seeds(d[:3], np.zeros(3), 1.0), plans + 1
         if plan.total is not None:
-            kept.append(verdicts({"arm": d[: plan.total]}, np.zeros(plan.total), 1.0, cap=0)["arm"].verdict != "open")
+            kept.append(judge_arms({"arm": d[: plan.total]}, np.zeros(plan.total), 1.0, cap=0)["arm"].verdict != "open")
     assert plans > 100
     assert len(kept) > 0.75 * plans
     assert 0.8 - slack(0.8, len(kept)) < np.mean(kept) < 0.99
@@ -240,14 +196,14 @@ def test_the_chance_to_settle_is_that_of_seeds_drawn_one_by_one(more: int, margi
     below = stats.ttest_1samp(d, margin, axis=1, alternative="less").pvalue < 0.05
     known = np.mean(differs | (above & below))
     assert 0.03 < known < 0.97
-    assert chance_settled(sample(start.tolist()), more, margin, 0.05, comparisons) == pytest.approx(known, abs=0.03)
+    assert chance_of_settling(sample(start.tolist()), more, margin, 0.05, comparisons) == pytest.approx(known, abs=0.03)
 
 
 # Closed forms and hand values
 
 
 def test_paired_by_hand() -> None:
-    found = paired({5: 4.0, 6: 6.0, 7: 8.0, 8: 10.0}, {8: 6.0, 7: 5.0, 6: 4.0, 5: 3.0})  # differences 1, 2, 3, 4
+    found = compare_paired({5: 4.0, 6: 6.0, 7: 8.0, 8: 10.0}, {8: 6.0, 7: 5.0, 6: 4.0, 5: 3.0})  # 1, 2, 3, 4
     assert (found.n, found.mean) == (4, 2.5)
     assert found.sd == pytest.approx(math.sqrt(5 / 3))
     half = 3.182446305 * math.sqrt(5 / 12)
@@ -255,7 +211,6 @@ def test_paired_by_hand() -> None:
     assert found.p == pytest.approx(0.030466, rel=1e-4)
     assert found.p_sign_flip == 2 / 16
     assert found.percent == pytest.approx(100 * 2.5 / 4.5)
-    assert found.perplexity_percent == pytest.approx(100 * (math.e**2.5 - 1))
     assert found.note is None
 
 
@@ -263,7 +218,7 @@ def test_paired_by_hand() -> None:
 @pytest.mark.parametrize("level", [0.9, 0.95, 0.99])
 def test_paired_agrees_with_scipy(n: int, level: float) -> None:
     a, b = next(pairs(n, 1, n, effect=0.5))
-    found, known = paired(a, b, level), stats.ttest_rel(a, b)
+    found, known = compare_paired(a, b, level), stats.ttest_rel(a, b)
     interval = known.confidence_interval(level)
     assert found.p == pytest.approx(known.pvalue, rel=1e-9)
     assert (found.low, found.high) == (pytest.approx(interval.low), pytest.approx(interval.high))
@@ -274,10 +229,10 @@ def test_paired_agrees_with_scipy(n: int, level: float) -> None:
 
 
 def test_sign_flips_count_ties_and_stop_where_they_are_too_many() -> None:
-    assert paired([1.0, 1.0, -1.0], [0.0, 0.0, 0.0]).p_sign_flip == 1.0
-    assert paired([1.0, 1.0, 2.0, 0.0], [0.0] * 4).p_sign_flip == 4 / 16
-    assert paired(np.arange(16.0), np.zeros(16)).p_sign_flip is not None
-    assert paired(np.arange(17.0), np.zeros(17)).p_sign_flip is None
+    assert compare_paired([1.0, 1.0, -1.0], [0.0, 0.0, 0.0]).p_sign_flip == 1.0
+    assert compare_paired([1.0, 1.0, 2.0, 0.0], [0.0] * 4).p_sign_flip == 4 / 16
+    assert compare_paired(np.arange(16.0), np.zeros(16)).p_sign_flip is not None
+    assert compare_paired(np.arange(17.0), np.zeros(17)).p_sign_flip is None
 
 
 def test_the_bootstrap_interval_is_that_of_all_resamples() -> None:
@@ -289,7 +244,7 @@ def test_the_bootstrap_interval_is_that_of_all_resamples() -> None:
     t[~constant] = (rows.mean(1) - d.mean())[~constant] / (sd[~constant] / math.sqrt(5))
     low, high = np.quantile(t, [0.025, 0.975], method="inverted_cdf")
     se = d.std(ddof=1) / math.sqrt(5)
-    found = studentised_bootstrap(sample(d.tolist()), 0.95)
+    found = bootstrap_interval(sample(d.tolist()), 0.95)
     assert found is not None
     assert found[0] == pytest.approx(d.mean() - high * se, abs=0.15 * se * high)
     assert found[1] == pytest.approx(d.mean() - low * se, abs=0.15 * se * -low)
@@ -297,134 +252,90 @@ def test_the_bootstrap_interval_is_that_of_all_resamples() -> None:
 
 def test_the_bootstrap_interval_agrees_with_scipy_for_many_seeds() -> None:
     d = np.random.default_rng(3).exponential(size=80)
-    found = paired(d, np.zeros(80))
+    found = compare_paired(d, np.zeros(80))
     known = stats.bootstrap((d,), np.mean, method="BCa", rng=np.random.default_rng(0)).confidence_interval
     width = known.high - known.low
     assert found.bootstrap_low == pytest.approx(known.low, abs=0.08 * width)
     assert found.bootstrap_high == pytest.approx(known.high, abs=0.12 * width)
-    assert paired(d, np.zeros(80)) == found  # the same in every process
+    assert compare_paired(d, np.zeros(80)) == found  # the same in every process
 
 
 def test_there_is_no_bootstrap_interval_where_resamples_are_mostly_constant() -> None:
-    found = paired([1.0, 0.0, 0.0, 0.0, 0.0, 0.0], [0.0] * 6)
+    found = compare_paired([1.0, 0.0, 0.0, 0.0, 0.0, 0.0], [0.0] * 6)
     assert (found.bootstrap_low, found.bootstrap_high) == (None, None)
     assert found.low is not None
-    four = paired([0.3, -0.1, 0.8, 0.45], [0.0] * 4)  # where it would be eleven times as wide as that of t
+    four = compare_paired([0.3, -0.1, 0.8, 0.45], [0.0] * 4)  # where it would be eleven times as wide as that of t
     assert (four.bootstrap_low, four.bootstrap_high) == (None, None)
 
 
 def test_holm_by_hand() -> None:
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert holm({"a": 0.02, "b": 0.011}) == pytest.approx({"a": 0.022, "b": 0.022})
-    assert holm([0.6, 0.9]) == [1.0, 1.0]
-    assert holm([0.3]) == [0.3]
-    assert holm([]) == []
+    found = adjust_holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005})
+    assert found == pytest.approx({"a": 0.03, "b": 0.06, "c": 0.06, "d": 0.02})
+    assert adjust_holm({"a": 0.02, "b": 0.011}) == pytest.approx({"a": 0.022, "b": 0.022})
+    assert adjust_holm({"a": 0.6, "b": 0.9}) == {"a": 1.0, "b": 1.0}
+    assert adjust_holm({"a": 0.3}) == {"a": 0.3}
     with pytest.raises(ValueError, match="between 0 and 1"):
-        holm([0.1, NAN])
+        adjust_holm({"a": 0.1, "b": NAN})
 
 
 def test_equivalence_is_two_one_sided_tests() -> None:
     a, b = next(pairs(11, 1, 9, effect=0.3))
-    found = equivalence(a, b, 1.1)
+    found = assess_equivalence(a, b, 1.1)
     lower = stats.ttest_1samp(a - b, -1.1, alternative="greater").pvalue
     upper = stats.ttest_1samp(a - b, 1.1, alternative="less").pvalue
     assert found.p == pytest.approx(max(lower, upper))
     interval = stats.ttest_rel(a, b).confidence_interval(0.9)
     assert (found.low, found.high) == (pytest.approx(interval.low), pytest.approx(interval.high))
     assert found.smallest_margin == pytest.approx(max(abs(interval.low), abs(interval.high)))
-    assert equivalence(a, b, (found.smallest_margin or 0) * 1.0001).equivalent
-    assert not equivalence(a, b, (found.smallest_margin or 0) * 0.9999).equivalent
-    assert equivalence(b, a, 1.1).p == pytest.approx(found.p)
+    assert assess_equivalence(a, b, (found.smallest_margin or 0) * 1.0001).equivalent
+    assert not assess_equivalence(a, b, (found.smallest_margin or 0) * 0.9999).equivalent
+    assert assess_equivalence(b, a, 1.1).p == pytest.approx(found.p)
 
 
 def test_pitman_morgan_is_the_correlation_of_sum_and_difference() -> None:
     chance = np.random.default_rng(12)
     a, b = chance.standard_normal((2, 9))
     a = 2 * a + b
-    found = spread_ratio(a, b)
+    found = compare_spread(a, b)
     assert found.p == pytest.approx(stats.pearsonr(a + b, a - b).pvalue)
     assert found.ratio == pytest.approx(a.std() / b.std())
     for end in (found.low, found.high):
         assert end is not None
-        assert spread_ratio(a, b * end).p == pytest.approx(0.05)  # the interval ends where the test begins to reject
-    reverse = spread_ratio(b, a)
+        assert compare_spread(a, b * end).p == pytest.approx(0.05)  # the interval ends where the test begins to reject
+    reverse = compare_spread(b, a)
     assert (reverse.low, reverse.high) == (pytest.approx(1 / (found.high or 0)), pytest.approx(1 / (found.low or 0)))
 
 
 def test_spread_that_cannot_be_judged() -> None:
-    assert "three seeds" in (spread_ratio([1.0, 2.0], [2.0, 1.0]).note or "")
-    assert "does not vary" in (spread_ratio([1.0, 2.0, 4.0], [1.0, 1.0, 1.0]).note or "")
-    assert "in step" in (spread_ratio([1.0, 2.0, 4.0], [2.0, 4.0, 8.0]).note or "")
-    with pytest.raises(ValueError, match="two arms of three seeds"):
-        spreads({"a": [1.0, 2.0, 3.0], "b": [1.0, 2.0]})
-    with pytest.raises(ValueError, match="b has values that are not finite"):
-        spreads({"a": [1.0, 2.0, 3.0], "b": [1.0, 2.0, NAN]})
-    assert "nothing to test" in (spreads({"a": [1.0, 1.0, 1.0], "b": {1: 2.0, 2: 2.0, 3: 2.0}}).note or "")
-    known = stats.levene([1.0, 2.0, 4.0], [1.0, 9.0, 3.0], center="median")
-    assert spreads({"a": [1.0, 2.0, 4.0], "b": {1: 1.0, 2: 9.0, 3: 3.0}}).p == pytest.approx(known.pvalue)
-
-
-@pytest.mark.parametrize(("n", "shift"), [(2, 0.5), (5, 1.0), (10, 0.0), (40, 0.3)])
-def test_power_is_the_noncentral_t(n: int, shift: float) -> None:
-    critical, by = stats.t.ppf(0.975, n - 1), shift * math.sqrt(n)
-    known = stats.nct.sf(critical, n - 1, by) + stats.nct.cdf(-critical, n - 1, by) if shift else 0.05
-    assert power_of(n, 2.0, 2 * shift) == pytest.approx(known)
-    assert power_of(n, 2.0, -2 * shift) == pytest.approx(known)
-
-
-def test_power_at_its_ends() -> None:
-    assert power_of(1, 1.0, 5.0) == 0.0
-    assert power_of(50, 1.0, 100.0) == 1.0
-    assert equivalence_power_of(1, 1.0, 1.0) == 0.0
-    assert equivalence_power_of(200, 1.0, 1.0) == pytest.approx(1.0)
-
-
-def test_seeds_needed_are_the_tables_values() -> None:
-    assert [seeds_needed(1.0, d) for d in (0.2, 0.5, 0.8, 1.0)] == [199, 34, 15, 10]  # as G*Power has them
-    assert seeds_needed(1.0, 0.001, cap=500) is None
-    assert seeds_needed(1.0, 50.0) == 2
-    assert [seeds_needed(1.0, d, cap=34) for d in (0.5, 0.49)] == [34, None]
-    assert seeds_for_equivalence(1.0, 0.5, 0.5) is None
-    assert seeds_for_equivalence(1.0, 0.01, cap=100) is None
-
-
-@pytest.mark.parametrize(("n", "margin", "effect"), [(2, 3.0, 0.0), (5, 1.0, 0.3), (30, 0.6, -0.1)])
-def test_equivalence_power_is_the_integral(n: int, margin: float, effect: float) -> None:
-    critical, root = stats.t.ppf(0.95, n - 1), math.sqrt(n)
-
-    def integrand(s: float) -> float:
-        room = margin * root - critical * s
-        inside = stats.norm.cdf(room - effect * root) - stats.norm.cdf(-room - effect * root)
-        return float(inside * 2 * s * (n - 1) * stats.chi2.pdf(s * s * (n - 1), n - 1))
-
-    known = integrate.quad(integrand, 0, margin * root / critical)[0]
-    assert equivalence_power_of(n, 1.0, margin, effect) == pytest.approx(known, abs=1e-7)
+    assert "three seeds" in (compare_spread([1.0, 2.0], [2.0, 1.0]).note or "")
+    assert "does not vary" in (compare_spread([1.0, 2.0, 4.0], [1.0, 1.0, 1.0]).note or "")
+    assert "in step" in (compare_spread([1.0, 2.0, 4.0], [2.0, 4.0, 8.0]).note or "")
 
 
 # Few seeds, failures, and what is refused
 
 
 def test_one_seed_is_an_anecdote() -> None:
-    found = paired({3: 2.0}, {3: 2.5})
+    found = compare_paired({3: 2.0}, {3: 2.5})
     assert (found.n, found.mean, found.note) == (1, -0.5, ANECDOTE)
     assert [found.sd, found.low, found.high, found.p, found.p_sign_flip, found.bootstrap_low] == [None] * 6
-    same = equivalence([2.0], [2.0], 1.0)
+    same = assess_equivalence([2.0], [2.0], 1.0)
     assert (same.equivalent, same.p, same.note) == (False, None, ANECDOTE)
-    plan = settle([2.0], [2.5], 0.1)
+    plan = plan_more_seeds([2.0], [2.5], 0.1)
     assert (plan.more, plan.chance) == (None, None)
     assert "at least 2 more" in plan.sentence
 
 
 def test_identical_differences_count_as_signs_and_are_noted() -> None:
-    found = paired([3.1, 4.1, 5.1], [3.0, 4.0, 5.0])  # equal but for rounding
+    found = compare_paired([3.1, 4.1, 5.1], [3.0, 4.0, 5.0])  # equal but for rounding
     assert (found.sd, found.p, found.note) == (0.0, 0.25, IDENTICAL)
-    assert paired([1.0, 2.0], [1.0, 2.0]).p == 1.0
-    assert not equivalence([1.0] * 4, [1.0] * 4, 0.1).equivalent
-    assert equivalence([1.0] * 4, [1.0] * 4, 0.1).smallest_margin is None
-    assert equivalence([1.0] * 5, [1.0] * 5, 0.1).equivalent
-    assert equivalence([1.0] * 5, [1.5] * 5, 0.1).p == 1.0
-    assert settle([1.0] * 3, [1.0] * 3, 0.1).total == 5
-    assert settle([1.0] * 3, [2.0] * 3, 0.1).total == 6
+    assert compare_paired([1.0, 2.0], [1.0, 2.0]).p == 1.0
+    assert not assess_equivalence([1.0] * 4, [1.0] * 4, 0.1).equivalent
+    assert assess_equivalence([1.0] * 4, [1.0] * 4, 0.1).smallest_margin is None
+    assert assess_equivalence([1.0] * 5, [1.0] * 5, 0.1).equivalent
+    assert assess_equivalence([1.0] * 5, [1.5] * 5, 0.1).p == 1.0
+    assert plan_more_seeds([1.0] * 3, [1.0] * 3, 0.1).total == 5
+    assert plan_more_seeds([1.0] * 3, [2.0] * 3, 0.1).total == 6
 
 
 @pytest.mark.parametrize(
@@ -443,10 +354,10 @@ def test_identical_differences_count_as_signs_and_are_noted() -> None:
 )
 def test_what_cannot_be_paired_is_one_sentence(arm: Any, baseline: Any, sentence: str) -> None:
     callers: list[Callable[[], object]] = [
-        lambda: paired(arm, baseline),
-        lambda: equivalence(arm, baseline, 1.0),
-        lambda: spread_ratio(arm, baseline),
-        lambda: settle(arm, baseline, 1.0),
+        lambda: compare_paired(arm, baseline),
+        lambda: assess_equivalence(arm, baseline, 1.0),
+        lambda: compare_spread(arm, baseline),
+        lambda: plan_more_seeds(arm, baseline, 1.0),
     ]
     for call in callers:
         with pytest.raises(ValueError, match=sentence) as refused:
@@ -458,15 +369,12 @@ def test_what_cannot_be_paired_is_one_sentence(arm: Any, baseline: Any, sentence
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: paired([1.0, 2.0], [1.0, 2.0], level=95), "level must lie between 0 and 1, but 95 came"),
-        (lambda: equivalence([1.0, 2.0], [1.0, 2.0], 0.0), "margin must be a finite number above 0"),
-        (lambda: equivalence([1.0, 2.0], [1.0, 2.0], 1.0, alpha=0.5), "alpha must lie between 0 and 0.5"),
-        (lambda: power_of(5, 0.0, 1.0), "sd_of_differences must be a finite number above 0"),
-        (lambda: seeds_needed(1.0, 0.0), "effect must be a finite difference other than 0"),
-        (lambda: seeds_needed(1.0, 1.0, power=1.0), "power must lie between 0 and 1"),
-        (lambda: settle([1.0, 2.0], [1.0, 2.0], NAN), "margin must be"),
-        (lambda: verdicts({}, [1.0], 0.1), "no arm besides the baseline"),
-        (lambda: verdicts({"a": [1.0]}, [1.0], 0.1, looks=0), "looks counts"),
+        (lambda: compare_paired([1.0, 2.0], [1.0, 2.0], level=95), "level must lie between 0 and 1, but 95 came"),
+        (lambda: assess_equivalence([1.0, 2.0], [1.0, 2.0], 0.0), "margin must be a finite number above 0"),
+        (lambda: assess_equivalence([1.0, 2.0], [1.0, 2.0], 1.0, alpha=0.5), "alpha must lie between 0 and 0.5"),
+        (lambda: plan_more_seeds([1.0, 2.0], [1.0, 2.0], NAN), "margin must be"),
+        (lambda: judge_arms({}, [1.0], 0.1), "no arm besides the baseline"),
+        (lambda: judge_arms({"a": [1.0]}, [1.0], 0.1, analyses=0), "analyses counts"),
     ],
 )
 def test_settings_out_of_range_are_one_sentence(call: Callable[[], object], sentence: str) -> None:
@@ -475,10 +383,10 @@ def test_settings_out_of_range_are_one_sentence(call: Callable[[], object], sent
 
 
 def test_diverged_runs_are_counted_apart() -> None:
-    split = split_diverged({1: 1.0, 2: NAN, 3: 3.0, 4: None}, {1: 2.0, 2: 2.0, 3: math.inf, 4: "-inf"})
+    split = separate_diverged({1: 1.0, 2: NAN, 3: 3.0, 4: None}, {1: 2.0, 2: 2.0, 3: math.inf, 4: "-inf"})
     assert (split.arm, split.baseline) == ({1: 1.0}, {1: 2.0})
     assert (split.arm_diverged, split.baseline_diverged, split.seeds) == ([2, 4], [3, 4], 4)
-    assert split_diverged([1.0, NAN], [1.0, 1.0]).arm_diverged == [1]
+    assert separate_diverged([1.0, NAN], [1.0, 1.0]).arm_diverged == [1]
 
 
 # Verdicts
@@ -501,7 +409,7 @@ def test_each_verdict_by_its_rule() -> None:
         "failing": shifted(-0.05) | {3: NAN},
         "tiny": shifted(-0.006, 0.1),
     }
-    found = verdicts(arms, BASE, 0.01, name="standard")
+    found = judge_arms(arms, BASE, 0.01, name="standard")
     words = {arm: v.verdict for arm, v in found.items()}
     assert words == {
         "lower": "better",
@@ -518,13 +426,17 @@ def test_each_verdict_by_its_rule() -> None:
         json.loads(json.dumps({arm: v.to_dict() for arm, v in found.items()}, allow_nan=False))["lower"]["paired"]["n"]
         == 5
     )
-    upside_down = verdicts(arms, BASE, 0.01, lower_is_better=False)
+    upside_down = judge_arms(arms, BASE, 0.01, metric=Accuracy())
     assert [upside_down[arm].verdict for arm in ("lower", "higher", "alike")] == ["worse", "better", "equivalent"]
+
+
+class Accuracy(Metric):
+    label, unit, difference_unit, lower_is_better = "accuracy", "accuracy", "points", False
 
 
 def test_verdicts_are_sentences_with_numbers() -> None:
     arms = {"lower": shifted(-0.05), "higher": shifted(0.05), "alike": shifted(0.001), "noisy": shifted(-0.01, 10)}
-    told = {arm: v.sentence for arm, v in verdicts(arms, BASE, 0.01, name="standard").items()}
+    told = {arm: v.sentence for arm, v in judge_arms(arms, BASE, 0.01, name="standard").items()}
     assert told["lower"] == (
         "lower is better than standard by 0.0500 nats (95 % interval 0.0458 to 0.0542 nats, −1.7 % of the baseline's "
         "value, perplexity −4.9 %); 5 seeds, p < 0.001 after Holm's correction for 4 arms."
@@ -541,15 +453,16 @@ def test_verdicts_are_sentences_with_numbers() -> None:
     )
     assert "more seeds" in told["noisy"]
     assert "would settle it with a chance of" in told["noisy"]
-    assert "perplexity" not in verdicts({"a": shifted(-0.05)}, BASE, 0.01, unit="bits")["a"].sentence
+    bits = judge_arms({"a": shifted(-0.05)}, BASE, 0.01, metric=find_metric("bits_per_byte"))["a"]
+    assert "perplexity" not in bits.sentence
 
 
 def test_the_family_is_every_arm_also_those_without_a_p() -> None:
-    lone = verdicts({"a": shifted(-0.004, 1.0)}, BASE, 1e-4, cap=0)["a"]
+    lone = judge_arms({"a": shifted(-0.004, 1.0)}, BASE, 1e-4, cap=0)["a"]
     assert (lone.verdict, lone.p_holm) == ("open", lone.paired and lone.paired.p)
     border = shifted(-0.0052)
-    assert verdicts({"a": border}, BASE, 1e-4)["a"].verdict == "better"
-    among = verdicts({"a": border, **{f"b{i}": dict.fromkeys(BASE, NAN) for i in range(3)}}, BASE, 1e-4)
+    assert judge_arms({"a": border}, BASE, 1e-4)["a"].verdict == "better"
+    among = judge_arms({"a": border, **{f"b{i}": dict.fromkeys(BASE, NAN) for i in range(3)}}, BASE, 1e-4)
     assert among["a"].verdict == "open"
     assert "On its own the interval excludes zero; among 4 arms that is not enough." in among["a"].sentence
     assert {v.verdict for arm, v in among.items() if arm != "a"} == {"diverged"}
@@ -559,40 +472,42 @@ def test_the_family_is_every_arm_also_those_without_a_p() -> None:
 
 def test_where_the_baseline_diverges_the_pair_is_left_out_and_said() -> None:
     baseline: dict[int, Any] = BASE | {4: NAN}
-    found = verdicts({"lower": shifted(-0.05)}, baseline, 0.01, name="standard")["lower"]
+    found = judge_arms({"lower": shifted(-0.05)}, baseline, 0.01, name="standard")["lower"]
     assert (found.verdict, found.seeds, found.baseline_diverged) == ("better", 5, 1)
     assert found.paired is not None
     assert found.paired.n == 4
     assert found.sentence.endswith("Left out: 1 seed at which standard diverged.")
-    nothing = verdicts({"lower": shifted(-0.05)}, dict.fromkeys(BASE, NAN), 0.01, name="standard")["lower"]
+    nothing = judge_arms({"lower": shifted(-0.05)}, dict.fromkeys(BASE, NAN), 0.01, name="standard")["lower"]
     assert nothing.verdict == "diverged"
     assert nothing.sentence == "lower diverged in 0 of 5 seeds, standard in 5; no pair is left to compare."
-    survivors = verdicts({"lower": shifted(-0.05) | {0: NAN}}, BASE, 0.01)["lower"]
+    survivors = judge_arms({"lower": shifted(-0.05) | {0: NAN}}, BASE, 0.01)["lower"]
     assert survivors.verdict == "diverged"
     assert "lower diverged in 1 of 5 seeds. Over the 4 seeds both finished" in survivors.sentence
     assert "decides nothing" in survivors.sentence
 
 
 def test_one_seed_gets_no_verdict() -> None:
-    found = verdicts({"a": {0: 2.9}}, {0: 3.0}, 0.01, name="standard")["a"]
+    found = judge_arms({"a": {0: 2.9}}, {0: 3.0}, 0.01, name="standard")["a"]
     assert found.verdict == "one seed"
     assert found.sentence.startswith("One seed is an anecdote: a − standard is −0.100 nats")
     assert (found.p_holm, found.equivalence) == (None, None)
-    survivor = verdicts({"a": {0: 2.9, 1: 2.8}}, {0: 3.0, 1: NAN}, 0.01)["a"]
+    survivor = judge_arms({"a": {0: 2.9, 1: 2.8}}, {0: 3.0, 1: NAN}, 0.01)["a"]
     assert survivor.verdict == "one seed"
 
 
 def test_more_noise_and_stricter_tests_ask_for_more_seeds() -> None:
     d = [0.02, -0.03, 0.05, 0.01]
-    plans = [settle(d, [0.0] * 4, 0.05), settle(d, [0.0] * 4, 0.05, comparisons=6), settle(d, [0.0] * 4, 0.03)]
+    plans = [
+        plan_more_seeds(d, [0.0] * 4, 0.05),
+        plan_more_seeds(d, [0.0] * 4, 0.05, comparisons=6),
+        plan_more_seeds(d, [0.0] * 4, 0.03),
+    ]
     totals = [plan.total or 999 for plan in plans]
     assert totals[0] <= totals[1]
     assert totals[0] < totals[2]
-    face_value = seeds_for_equivalence(float(np.std(d, ddof=1)), 0.05, float(np.mean(d)))
     assert (plans[0].total or 0) > 4
-    assert face_value is not None
-    capped = settle([2 * x for x in d], [0.0] * 4, 0.01, cap=3)
+    capped = plan_more_seeds([2 * x for x in d], [0.0] * 4, 0.01, cap=3)
     assert (capped.more, capped.total) == (None, None)
     assert capped.chance is not None
     assert capped.sentence.startswith("Even 3 more seeds would settle it with a chance of only")
-    assert verdicts({"a": [2 * x for x in d]}, [0.0] * 4, 0.01, cap=3)["a"].plan == capped
+    assert judge_arms({"a": [2 * x for x in d]}, [0.0] * 4, 0.01, cap=3)["a"].plan == capped

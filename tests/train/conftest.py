@@ -1,17 +1,13 @@
-"""A tiny corpus and a tiny run on it, and processes that can be killed."""
+"""A tiny corpus, a tiny run on it, and the command line."""
 
-import multiprocessing
-import multiprocessing.forkserver
-import os
-import warnings
-from collections.abc import Callable
+import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tiny import Settings, tiny
+from tiny import Command, Settings, tiny, train_until
 
-from qklab.data import DataSpec, prepare
+from qklab.cli import main
+from qklab.data import DataSpec, prepare_corpus
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -22,7 +18,7 @@ def prepared_licence(folder: Path) -> Path:
     text = folder / "licence.txt"
     text.write_text("\n<|endoftext|>\n".join(paragraphs) + "\n<|endoftext|>\n", encoding="utf-8")
     spec = DataSpec(source=str(text), tokenizer="bytes", valid=0.15, test=0.1)
-    return prepare(spec, out=folder / "prepared", workers=1).folder
+    return prepare_corpus(spec, out=folder / "prepared", workers=1).folder
 
 
 @pytest.fixture(scope="session")
@@ -38,17 +34,41 @@ def settings(corpus_folder: Path) -> Settings:
 
 
 @pytest.fixture(scope="session")
-def spawn() -> Callable[..., Any]:
-    """Start a function in a process of its own, forked from a server that has torch loaded and no threads."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["qklab.train.launch"])
+def tiny_run(corpus_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny run, finished in one go; not to be changed."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert train_until(None, *tiny(corpus_folder), folder) == "finished"
+    return folder
 
-    def start(function: Callable[..., None], *arguments: Any) -> Any:
-        process = context.Process(target=function, args=arguments)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            process.start()
-        return process
 
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    return start
+@pytest.fixture
+def run_file(corpus_folder: Path, tmp_path: Path) -> Path:
+    """A run file of six small steps."""
+    path = tmp_path / "run.toml"
+    path.write_text(
+        f"""
+        seed = 5
+        corpus = {{ source = {json.dumps(str(corpus_folder))}, tokenizer = "bytes" }}
+        model = {{ layers = 1, width = 32, context = 48, mlp_ratio = 2.0 }}
+        attention = {{ heads = 2 }}
+        batch = {{ sequences = 4 }}
+        budget = {{ tokens = {6 * 4 * 48} }}
+        evaluation = {{ times = 1, tokens = 240, probes = 1 }}
+        execution = {{ device = "cpu", threads = 1 }}
+        """,
+        encoding="utf-8",
+    )
+    return path
+
+
+@pytest.fixture
+def qklab(capsys: pytest.CaptureFixture[str]) -> Command:
+    """A command's exit code and what it wrote: qklab("train", path, "--out", folder)."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stop:
+            main([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return int(stop.value.code or 0), out, err
+
+    return run

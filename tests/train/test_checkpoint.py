@@ -2,8 +2,7 @@
 
 import json
 import os
-import subprocess
-import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from qklab.train import store, tensorfile
-from qklab.train.checkpoint import CheckpointError, Checkpoints, Snapshot
+from qklab.testing.processes import finish_process, start_process
+from qklab.train.checkpoint import CheckpointError, Checkpoints, Snapshot, store
 
 PAYLOADS = torch.tensor([0x7FC12345, 0x7F812345, -0x80000000, -0x3EDCBB, 0x00000001, 0x7F800000], dtype=torch.int32)
 
@@ -66,11 +65,11 @@ def test_every_bit_comes_back(tmp_path: Path) -> None:
     state = {"step": 3, "schedule": {"peak": 1e-3}, "text": "−0 \u2028 é", "loss": [0.1, 1e308], "none": None}
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints")
     checkpoints.save(Snapshot(3, tensors(3), state))
-    found = checkpoints.newest()
+    found = checkpoints.find_newest()
     assert found is not None
     assert (found.step, found.path, found.state) == (3, tmp_path / "run/checkpoints/step-0000000003", state)
-    assert_same(found.tensors(), tensors(3))
-    assert_same(found.tensors("loader."), {n: t for n, t in tensors(3).items() if n.startswith("loader.")})
+    assert_same(found.read_tensors(), tensors(3))
+    assert_same(found.read_tensors("loader."), {n: t for n, t in tensors(3).items() if n.startswith("loader.")})
     targets = {name: torch.zeros_like(tensor) for name, tensor in tensors(3).items()}
     kept = dict(targets)
     found.load_into(targets)
@@ -78,7 +77,7 @@ def test_every_bit_comes_back(tmp_path: Path) -> None:
 
 
 def test_views_and_parameters_are_filled_in_place(tmp_path: Path) -> None:
-    found = saved(tmp_path, 1).newest()
+    found = saved(tmp_path, 1).find_newest()
     assert found is not None
     targets = {name: torch.zeros_like(tensor) for name, tensor in tensors(1).items()}
     parameter = torch.nn.Parameter(torch.zeros(7, 5))
@@ -92,11 +91,13 @@ def test_views_and_parameters_are_filled_in_place(tmp_path: Path) -> None:
 def test_others_can_read_the_files(tmp_path: Path) -> None:
     saved(tmp_path, 7)
     folder = tmp_path / "step-0000000007"
-    files = ["loader.safetensors", "manifest.json", "model.safetensors", "optimiser.safetensors", "state.json"]
+    files = ["loader.safetensors", "manifest.json", "model.safetensors", "optimiser.safetensors"]
     assert names(folder) == files
-    came = {name: tensor for file in files if "tensors" in file for name, tensor in load_file(folder / file).items()}
+    came = {
+        name: tensor for file in files if file != "manifest.json" for name, tensor in load_file(folder / file).items()
+    }
     assert_same(came, tensors(7))
-    assert json.loads((folder / "manifest.json").read_text())["tensors"]["model.weight"] == "F32 [7, 5]"
+    assert json.loads((folder / "manifest.json").read_text())["tensors"]["model.weight"] == "float32 [7, 5]"
 
 
 def test_tensors_may_change_once_save_returns(tmp_path: Path) -> None:
@@ -109,8 +110,8 @@ def test_tensors_may_change_once_save_returns(tmp_path: Path) -> None:
         state["losses"].append(0.0)
     checkpoints.wait()
     for step in range(5):
-        found = store.verify(tmp_path / f"step-{step:010d}", None)
-        assert torch.equal(found.tensors()["model.w"], torch.full((200_000,), float(step)))
+        found = store.verify_checkpoint(tmp_path / f"step-{step:010d}", None)
+        assert torch.equal(found.read_tensors()["model.w"], torch.full((200_000,), float(step)))
         assert len(found.state["losses"]) == step + 1
 
 
@@ -119,10 +120,10 @@ def test_tensors_may_change_their_shape_between_saves(tmp_path: Path) -> None:
     shapes = [torch.ones(3), torch.ones(2, 3), torch.ones(2, 3).bfloat16(), torch.ones(3)]
     for step, tensor in enumerate(shapes):
         checkpoints.save(Snapshot(step, {"model.w": tensor} | ({"model.new": tensor} if step == 1 else {}), {}))
-        found = checkpoints.newest()
+        found = checkpoints.find_newest()
         assert found is not None
-        assert bits(found.tensors()["model.w"]) == bits(tensor)
-        assert ("model.new" in found.kinds) == (step == 1)
+        assert bits(found.read_tensors()["model.w"]) == bits(tensor)
+        assert ("model.new" in found.shapes) == (step == 1)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +144,7 @@ def test_the_last_and_the_best_are_kept(
     checkpoints = saved(tmp_path, *steps, best=best, keep=keep)
     pointer = [] if best < 0 else ["best.json"]
     assert names(tmp_path) == pointer + sorted(f"step-{step:010d}" for step in left)
-    found, newest = checkpoints.best(), checkpoints.newest()
+    found, newest = checkpoints.find_best(), checkpoints.find_newest()
     assert (found.step if found else -1) == best
     assert newest is not None
     assert newest.step == max(left)
@@ -163,9 +164,9 @@ def test_a_step_can_be_saved_again(tmp_path: Path) -> None:
     checkpoints = saved(tmp_path, 1, 2)
     changed = tensors(2) | {"model.half": torch.ones(9).bfloat16()}
     checkpoints.save(Snapshot(2, changed, {}), best=True)
-    found = checkpoints.newest()
+    found = checkpoints.find_newest()
     assert found is not None
-    assert_same(found.tensors(), changed)
+    assert_same(found.read_tensors(), changed)
     assert names(tmp_path) == ["best.json", "step-0000000001", "step-0000000002"]
 
 
@@ -173,15 +174,15 @@ def test_the_one_being_replaced_is_found_where_its_successor_is_missing_or_damag
     saved(tmp_path, 1, 2)
     (tmp_path / "step-0000000002").rename(tmp_path / ".replaced-step-0000000002")
     said: list[str] = []
-    found = Checkpoints(tmp_path, say=said.append).newest()
+    found = Checkpoints(tmp_path, say=said.append).find_newest()
     assert found is not None
     assert found.step == 2
     assert said == []
     (tmp_path / "step-0000000002").mkdir()
     checkpoints = Checkpoints(tmp_path, say=said.append)
-    found = checkpoints.newest()
+    found = checkpoints.find_newest()
     assert found is not None
-    assert_same(found.tensors(), tensors(2))
+    assert_same(found.read_tensors(), tensors(2))
     assert "manifest.json is missing; the one before it, .replaced-step-0000000002, is used." in said[0]
     checkpoints.save(Snapshot(2, tensors(2), {}))
     checkpoints.wait()
@@ -190,21 +191,21 @@ def test_the_one_being_replaced_is_found_where_its_successor_is_missing_or_damag
 
 def test_an_empty_or_missing_folder_has_none(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "missing"):
-        assert Checkpoints(folder).newest() is None
-        assert Checkpoints(folder).best() is None
+        assert Checkpoints(folder).find_newest() is None
+        assert Checkpoints(folder).find_best() is None
     assert not (tmp_path / "missing").exists()
 
 
 def test_reading_changes_nothing_and_writing_puts_the_damaged_aside(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2, 3, keep=3)
-    (tmp_path / "step-0000000003" / "state.json").write_text("{}")
+    (tmp_path / "step-0000000003" / "manifest.json").write_text("{}")
     (tmp_path / ".tmp-step-0000000004").mkdir()
     (tmp_path / ".tmp-step-0000000004" / "model.safetensors").write_bytes(b"half")
     (tmp_path / ".tmp-best.json").write_text("")
     before = names(tmp_path)
     said: list[str] = []
     checkpoints = Checkpoints(tmp_path, keep=2, say=said.append)
-    found = checkpoints.newest()
+    found = checkpoints.find_newest()
     assert found is not None
     assert found.step == 2
     assert names(tmp_path) == before
@@ -218,9 +219,9 @@ def test_reading_changes_nothing_and_writing_puts_the_damaged_aside(tmp_path: Pa
 def test_a_second_damage_of_a_step_does_not_overwrite_the_first(tmp_path: Path) -> None:
     for _ in range(2):
         checkpoints = saved(tmp_path, 1, 2)
-        (tmp_path / "step-0000000002" / "state.json").unlink()
-        checkpoints.shelf.say = lambda sentence: None
-        checkpoints.newest()
+        (tmp_path / "step-0000000002" / "model.safetensors").unlink()
+        checkpoints.say = lambda sentence: None
+        checkpoints.find_newest()
         checkpoints.save(Snapshot(2, tensors(2), {}))
         checkpoints.wait()
     left = ["damaged-step-0000000002", "damaged-step-0000000002-2", "step-0000000001", "step-0000000002"]
@@ -236,15 +237,15 @@ def test_a_damaged_one_is_not_counted_among_those_kept(tmp_path: Path) -> None:
 
 def test_where_none_can_be_trusted_all_reasons_are_given(tmp_path: Path) -> None:
     checkpoints = saved(tmp_path, 1, 2, best=2)
-    (tmp_path / "step-0000000001" / "state.json").unlink()
+    (tmp_path / "step-0000000001" / "model.safetensors").unlink()
     (tmp_path / "step-0000000002" / "manifest.json").unlink()
-    message = "no checkpoint in .* can be trusted .*02: manifest.json is missing; .*01: state.json is missing.; restore"
+    message = "no checkpoint in .* can be trusted .*02: manifest.json is missing; .*01: model.safetensors is missing"
     with pytest.raises(CheckpointError, match=message):
-        checkpoints.newest()
+        checkpoints.find_newest()
     with pytest.raises(
         CheckpointError, match=r"no best checkpoint in .* can be trusted .*02: manifest.json is missing"
     ):
-        checkpoints.best()
+        checkpoints.find_best()
 
 
 def test_a_damaged_best_falls_back_on_one_that_was_best_before(tmp_path: Path) -> None:
@@ -254,7 +255,7 @@ def test_a_damaged_best_falls_back_on_one_that_was_best_before(tmp_path: Path) -
         checkpoints.save(Snapshot(step, tensors(step), {}), best=True)
     checkpoints.wait()
     (tmp_path / "step-0000000002" / "model.safetensors").unlink()
-    found = checkpoints.best()
+    found = checkpoints.find_best()
     assert found is not None
     assert found.step == 1
     assert "model.safetensors is missing; the one before it, step-0000000001, is used" in said[0]
@@ -264,17 +265,17 @@ def test_a_run_that_goes_on_may_prune_what_another_process_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = saved(tmp_path, 1, keep=1)
-    read = store.verify
+    read = store.verify_checkpoint
 
-    def read_late(path: Path, run: str | None) -> store.Found:
+    def read_late(path: Path, run: str | None) -> store.Checkpoint:
         if path.name == "step-0000000001":
             running.save(Snapshot(2, tensors(2), {}))
             running.wait()
         return read(path, run)
 
-    monkeypatch.setattr(store, "verify", read_late)
+    monkeypatch.setattr(store, "verify_checkpoint", read_late)
     said: list[str] = []
-    found = Checkpoints(tmp_path, say=said.append).newest()
+    found = Checkpoints(tmp_path, say=said.append).find_newest()
     assert found is not None
     assert (found.step, said) == (2, [])
 
@@ -282,8 +283,8 @@ def test_a_run_that_goes_on_may_prune_what_another_process_reads(
 def test_checkpoints_of_another_run_are_refused(tmp_path: Path) -> None:
     saved(tmp_path, 1, run="other")
     with pytest.raises(CheckpointError, match="it belongs to run 'other' and this is run 'mine'"):
-        Checkpoints(tmp_path, run="mine").newest()
-    assert Checkpoints(tmp_path).newest() is not None
+        Checkpoints(tmp_path, run="mine").find_newest()
+    assert Checkpoints(tmp_path).find_newest() is not None
 
 
 Change = Callable[[dict[str, Tensor]], Any]
@@ -292,15 +293,18 @@ Change = Callable[[dict[str, Tensor]], Any]
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop("model.half"), r"model.half is BF16 \[9\] in the checkpoint and absent in the run"),
-        (lambda t: t.update({"model.more": torch.ones(1)}), r"model.more is absent in the checkpoint and F32 \[1\]"),
-        (lambda t: t.update({"model.half": torch.ones(9)}), r"BF16 \[9\] in the checkpoint and F32 \[9\] in the run"),
-        (lambda t: t.update({"model.weight": torch.ones(5, 7)}), r"F32 \[7, 5\] in the checkpoint and F32 \[5, 7\]"),
-        (lambda t: t.update({"optimiser.rate": torch.ones(1)}), r"F32 \[\] in the checkpoint and F32 \[1\]"),
+        (lambda t: t.pop("model.half"), r"model.half is bfloat16 \[9\] in the checkpoint and absent in the run"),
+        (
+            lambda t: t.update({"model.more": torch.ones(1)}),
+            r"is absent in the checkpoint and float32 \[1\]",
+        ),
+        (lambda t: t.update({"model.half": torch.ones(9)}), r"bfloat16 \[9\] in the checkpoint and float32 \[9\]"),
+        (lambda t: t.update({"model.weight": torch.ones(5, 7)}), r"\[7, 5\] in the checkpoint and float32 \[5, 7\]"),
+        (lambda t: t.update({"optimiser.rate": torch.ones(1)}), r"float32 \[\] in the checkpoint and float32 \[1\]"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_loaded(tmp_path: Path, change: Change, message: str) -> None:
-    found = saved(tmp_path, 1).newest()
+    found = saved(tmp_path, 1).find_newest()
     assert found is not None
     targets = {name: torch.zeros_like(tensor) for name, tensor in tensors(1).items()}
     change(targets)
@@ -311,11 +315,11 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(tmp_path: Path, 
 
 
 def test_a_checkpoint_gone_after_it_was_found_is_an_error(tmp_path: Path) -> None:
-    found = saved(tmp_path, 1).newest()
+    found = saved(tmp_path, 1).find_newest()
     assert found is not None
     (found.path / "optimiser.safetensors").unlink()
     with pytest.raises(CheckpointError, match="passed verification but cannot be read now"):
-        found.tensors()
+        found.read_tensors()
 
 
 @pytest.mark.parametrize(
@@ -348,18 +352,18 @@ def test_at_least_one_is_kept(tmp_path: Path) -> None:
 
 def test_all_is_flushed_before_it_counts_and_its_name_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[Any] = []
-    flush, rename = os.fsync, Path.rename
+    flush, rename = os.fsync, os.rename
 
     def flushing(handle: int) -> None:
         events.append(os.fstat(handle).st_ino)
         flush(handle)
 
-    def renaming(path: Path, target: Path) -> Path:
+    def renaming(path: Path, target: Path) -> None:
         events.append(target.name)
-        return rename(path, target)
+        rename(path, target)
 
     monkeypatch.setattr(os, "fsync", flushing)
-    monkeypatch.setattr(Path, "rename", renaming)
+    monkeypatch.setattr(os, "rename", renaming)
     saved(tmp_path, 1)
     folder = tmp_path / "step-0000000001"
     counts = events.index(folder.name)
@@ -372,7 +376,7 @@ def test_an_unexpected_failure_of_the_thread_is_raised(tmp_path: Path, monkeypat
         raise MemoryError("no more")
 
     checkpoints = saved(tmp_path, 1)
-    monkeypatch.setattr(tensorfile, "write_tensors", broken)
+    monkeypatch.setattr(store, "write_tensors", broken)
     checkpoints.save(Snapshot(2, tensors(2), {}))
     with pytest.raises(MemoryError, match="no more"):
         checkpoints.save(Snapshot(3, tensors(3), {}))
@@ -382,19 +386,19 @@ def test_an_unexpected_failure_of_the_thread_is_raised(tmp_path: Path, monkeypat
     assert names(tmp_path) == ["step-0000000001", "step-0000000004"]
 
 
+def save_slowly_and_end(folder: Path) -> None:
+    write = store.write_tensors
+
+    def slow(*given: Any) -> None:
+        time.sleep(0.3)
+        write(*given)
+
+    store.write_tensors = slow
+    Checkpoints(folder).save(Snapshot(1, {"model.w": torch.arange(9)}, {}))
+
+
 def test_a_program_that_just_ends_ends_with_its_checkpoint(tmp_path: Path) -> None:
-    program = """
-import sys, time, torch
-from qklab.train import tensorfile
-from qklab.train.checkpoint import Checkpoints, Snapshot
-write = tensorfile.write
-def slow(*given):
-    time.sleep(0.3)
-    return write(*given)
-tensorfile.write = slow
-Checkpoints(sys.argv[1]).save(Snapshot(1, {"model.w": torch.arange(9)}, {}))
-"""
-    subprocess.run([sys.executable, "-W", "error", "-c", program, str(tmp_path)], check=True, timeout=60)
-    found = Checkpoints(tmp_path).newest()
+    assert finish_process(start_process(save_slowly_and_end, tmp_path)) == 0
+    found = Checkpoints(tmp_path).find_newest()
     assert found is not None
-    assert torch.equal(found.tensors()["model.w"], torch.arange(9))
+    assert torch.equal(found.read_tensors()["model.w"], torch.arange(9))

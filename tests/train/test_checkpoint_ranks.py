@@ -1,12 +1,8 @@
 """Checkpoints of several ranks: written by 2 or 4, read by 1, 2 or 4, and errors that all ranks share."""
 
-import multiprocessing
 import os
 import resource
 import shutil
-import tempfile
-import traceback
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,45 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from qklab.train import tensorfile
-from qklab.train.checkpoint import CheckpointError, Checkpoints, Snapshot
+from qklab.testing.processes import run_on_ranks
+from qklab.train.checkpoint import CheckpointError, Checkpoints, Snapshot, store
 
 SPECIAL = torch.tensor([0x7FC12345, 0x7F812345, -0x80000000, 1, 0x7F800000], dtype=torch.int32).view(torch.float32)
-
-
-def on_ranks(folder: Path, world: int, work: Callable[..., Any]) -> list[Any]:
-    """What work(folder) gives on each of `world` gloo ranks."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "qklab.train.checkpoint", "torch.distributed.fsdp", "torch._dynamo"])
-    meeting = Path(tempfile.mkdtemp(dir=folder.parent)) / "meeting"
-    pipes = [context.Pipe(duplex=False) for _ in range(world)]
-    processes = [
-        context.Process(target=as_rank, args=(rank, world, str(meeting), str(folder), work, pipe[1]), daemon=True)
-        for rank, pipe in enumerate(pipes)
-    ]
-    for process in processes:
-        process.start()
-    outcomes = []
-    for ours, theirs in pipes:
-        theirs.close()
-        assert ours.poll(100), "a rank hangs"
-        outcomes.append(ours.recv())
-    for process in processes:
-        process.join(20)
-    failures = [outcome for outcome in outcomes if isinstance(outcome, str) and "Traceback" in outcome]
-    assert not failures, failures[0]
-    return outcomes
-
-
-def as_rank(rank: int, world: int, meeting: str, folder: str, work: Callable[..., Any], report: Any) -> None:
-    warnings.simplefilter("error")
-    torch.set_num_threads(1)
-    try:
-        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
-        report.send(work(Path(folder)))
-    except BaseException:
-        report.send(traceback.format_exc())
-    dist.destroy_process_group()
 
 
 def trained(world: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -109,7 +70,7 @@ def load_sharded(folder: Path) -> list[tuple[str, int, dict[str, Any]]]:
         tensors = named(model, optimiser)
         for tensor in tensors.values():
             tensor.zero_()
-        found = Checkpoints(folder / writers, run="mine").newest()
+        found = Checkpoints(folder / writers, run="mine").find_newest()
         assert found is not None
         found.load_into(tensors)
         loaded.append((str(found.path), found.step, all_bits(named(model, optimiser))))
@@ -130,7 +91,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     folder = tmp_path_factory.mktemp("written")
     wanted = one_process(folder / "1")
     for world in (2, 4):
-        for came in on_ranks(folder / str(world), world, save_sharded):
+        for came in run_on_ranks(world, save_sharded, folder / str(world)):
             assert came == wanted
     return folder, wanted
 
@@ -138,7 +99,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
 @pytest.mark.parametrize("readers", [2, 4])
 def test_any_number_of_ranks_reads_what_any_number_wrote(written: tuple[Path, dict[str, Any]], readers: int) -> None:
     folder, wanted = written
-    for loaded in on_ranks(folder, readers, load_sharded):
+    for loaded in run_on_ranks(readers, load_sharded, folder):
         assert loaded == [(str(folder / writers / "step-0000000003"), 3, wanted) for writers in ("1", "2", "4")]
 
 
@@ -146,18 +107,18 @@ def test_any_number_of_ranks_reads_what_any_number_wrote(written: tuple[Path, di
 def test_one_process_reads_what_several_ranks_wrote(written: tuple[Path, dict[str, Any]], writers: int) -> None:
     folder, wanted = written
     checkpoints = Checkpoints(folder / str(writers), run="mine")
-    found, best = checkpoints.newest(), checkpoints.best()
+    found, best = checkpoints.find_newest(), checkpoints.find_best()
     assert found is not None
     assert best is not None
     assert (found.step, best.step, found.state) == (3, 1, {"losses": [0.5] * 3, "step": 3})
-    assert all_bits(found.tensors()) == wanted
+    assert all_bits(found.read_tensors()) == wanted
     tensors = named(*trained(1))
     for tensor in tensors.values():
         tensor.zero_()
     found.load_into(tensors)
     assert all_bits(tensors) == wanted
     files = [f"shard-{rank:05d}-model-00001-of-00001.safetensors" for rank in range(1, writers + 1)]
-    assert sorted(os.listdir(found.path)) == ["manifest.json", *files, "state.json"]
+    assert sorted(os.listdir(found.path)) == ["manifest.json", *files]
 
 
 @pytest.mark.parametrize("damage", ["lost", "swapped", "flipped"])
@@ -177,10 +138,10 @@ def test_damage_to_a_part_is_noticed(written: tuple[Path, dict[str, Any]], tmp_p
         content[-1] ^= 1
         second.write_bytes(content)
     said: list[str] = []
-    found = Checkpoints(run, run="mine", say=said.append).newest()
+    found = Checkpoints(run, run="mine", say=said.append).find_newest()
     assert found is not None
     assert found.step == 2
-    assert all_bits(found.tensors()) == wanted
+    assert all_bits(found.read_tensors()) == wanted
     assert "step-0000000003 cannot be trusted: shard-0000" in said[0]
 
 
@@ -203,7 +164,7 @@ def save_every_way(folder: Path) -> dict[str, Any]:
     tensors = every_way(4)
     checkpoints = Checkpoints(folder)
     checkpoints.save(Snapshot(1, tensors, {}))
-    found = checkpoints.newest()
+    found = checkpoints.find_newest()
     assert found is not None
     targets = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     found.load_into(targets)
@@ -212,10 +173,10 @@ def save_every_way(folder: Path) -> dict[str, Any]:
 
 def test_every_way_of_spreading(tmp_path: Path) -> None:
     wanted = all_bits(every_way(1))
-    assert on_ranks(tmp_path / "run", 4, save_every_way) == [wanted] * 4
-    found = Checkpoints(tmp_path / "run").newest()
+    assert run_on_ranks(4, save_every_way, tmp_path / "run") == [wanted] * 4
+    found = Checkpoints(tmp_path / "run").find_newest()
     assert found is not None
-    assert all_bits(found.tensors()) == wanted
+    assert all_bits(found.read_tensors()) == wanted
     written = sum(os.path.getsize(path) for path in found.path.glob("*.safetensors"))
     assert written < sum(len(content) for _, _, content in wanted.values()) + 4 * 2500  # replicas are written once
 
@@ -247,7 +208,7 @@ def sharing_errors(folder: Path) -> list[Any]:
     checkpoints = Checkpoints(folder / "sharded")
     checkpoints.save(Snapshot(1, spread, {}))
     told += [limited(lambda: refused(lambda: checkpoints.save(Snapshot(2, spread, {}))), rank) for rank in (0, 1)]
-    found = checkpoints.newest()
+    found = checkpoints.find_newest()
     told.append(found and found.step)
 
     checkpoints = Checkpoints(folder / "replicated")
@@ -255,14 +216,14 @@ def sharing_errors(folder: Path) -> list[Any]:
     checkpoints.wait()
     limited(lambda: (checkpoints.save(Snapshot(2, whole, {})), checkpoints.thread and checkpoints.thread.join()), 0)
     told.append(refused(lambda: checkpoints.save(Snapshot(3, whole, {}))))
-    found = checkpoints.newest()
-    told.append(found and (found.step, found.tensors()["model.w"][0].item()))
+    found = checkpoints.find_newest()
+    told.append(found and (found.step, found.read_tensors()["model.w"][0].item()))
 
     dist.barrier()
     if dist.get_rank() == 0:
-        (folder / "replicated" / "step-0000000001" / "state.json").unlink()
-    told.append(refused(checkpoints.newest))
-    told.append(refused(checkpoints.best))
+        (folder / "replicated" / "step-0000000001" / "model.safetensors").unlink()
+    told.append(refused(checkpoints.find_newest))
+    told.append(refused(checkpoints.find_best))
 
     def elsewhere(path: Path) -> dict[str, Any]:
         entry = measure(path)
@@ -270,16 +231,16 @@ def sharing_errors(folder: Path) -> list[Any]:
             path.unlink()
         return entry
 
-    measure, tensorfile.measured = tensorfile.measured, elsewhere
+    measure, store.measure_file = store.measure_file, elsewhere
     told.append(refused(lambda: Checkpoints(folder / "not shared").save(Snapshot(1, spread, {}))))
-    tensorfile.measured = measure
+    store.measure_file = measure
 
     said: list[str] = []
     checkpoints = Checkpoints(folder / "sharded", say=said.append)
     checkpoints.save(Snapshot(2, spread, {}))
     if dist.get_rank() == 0:
-        (folder / "sharded" / "step-0000000002" / "state.json").unlink()
-    found = checkpoints.newest()
+        (folder / "sharded" / "step-0000000002" / "manifest.json").unlink()
+    found = checkpoints.find_newest()
     told.append(found and found.step)
     told.append([len(said)] if dist.get_rank() == 0 else [1 + len(said)])
     return told
@@ -287,13 +248,13 @@ def sharing_errors(folder: Path) -> list[Any]:
 
 def test_all_ranks_raise_what_one_suffers(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    first, second = on_ranks(folder, 2, sharing_errors)
+    first, second = run_on_ranks(2, sharing_errors, folder)
     assert first == second
     resume = "File too large; raise the limit on the size of files and resume, the checkpoints before it are untouched."
     sharded = f"the checkpoint of step 2 could not be written to {folder / 'sharded'}: {resume}"
     assert first[:3] == [sharded, sharded, 1]
     assert first[3:5] == [f"the checkpoint of step 2 could not be written to {folder / 'replicated'}: {resume}", (1, 0)]
-    assert "can be trusted (step-0000000001: state.json is missing)" in first[5]
+    assert "can be trusted (step-0000000001: model.safetensors is missing)" in first[5]
     assert first[6] == "nothing was refused"
     assert "shard-00002-model-00001-of-00001.safetensors was written to" in first[7]
     assert "by another rank but rank 0 does not see it there" in first[7]

@@ -11,7 +11,7 @@ from torch._inductor.compile_fx import compile_fx
 
 from qklab.model import Decoder, recipe
 from qklab.runs import RunDirectory
-from qklab.testing.contracts import within_budget
+from qklab.testing.numerics import within_budget
 from qklab.train.launch import train
 from qklab.train.loop import Loop
 from qklab.train.trainer import Trainer

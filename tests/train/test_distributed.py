@@ -1,49 +1,17 @@
-"""Many ranks compute what one computes, and a run may change hands between them."""
+"""Many ranks compute what one computes, a run may change hands between them, and all of them learn of an error."""
 
 import os
-import socket
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tiny import Settings, tiny
+from tiny import Settings, losses, train_until
 
-from qklab.runs import RunDirectory
+from qklab.runs import RunDirectory, RunError, files
+from qklab.testing.processes import run_on_ranks
 from qklab.train.launch import train
+from qklab.train.load import load_model
+from qklab.train.ranks import call_on_all_ranks, call_on_first_rank, own_rank, sum_over_ranks
 from qklab.train.spec import ExecutionSpec, RunSpec
-from qklab.train.trained import load
-
-
-def rank_of(rank: int, world: int, port: int, spec: RunSpec, execution: ExecutionSpec, folder: Path, stop: int) -> None:
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"})
-    if stop:
-        from qklab.train.loop import Loop
-
-        plain = Loop.stopping
-        Loop.stopping = lambda self, request: plain(self, request) or self.state.step == stop  # pyright: ignore[reportAttributeAccessIssue]
-    train(spec, folder, execution)
-
-
-@pytest.fixture
-def together(spawn: Callable[..., Any]) -> Callable[..., None]:
-    """Train on `world` gloo ranks; with `stop` only up to that step."""
-
-    def run(world: int, spec: RunSpec, execution: ExecutionSpec, folder: Path, stop: int = 0) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        ranks = [spawn(rank_of, rank, world, port, spec, execution, folder, stop) for rank in range(world)]
-        for process in ranks:
-            process.join()
-        assert [process.exitcode for process in ranks] == [0] * world
-
-    return run
-
-
-def curve(folder: Path) -> list[float]:
-    return [record["loss"] for record in RunDirectory(folder).metrics("train")]
 
 
 def evaluations(folder: Path) -> list[float]:
@@ -54,24 +22,24 @@ def evaluations(folder: Path) -> list[float]:
     ]
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory, corpus_folder: Path) -> Path:
-    folder = tmp_path_factory.mktemp("alone") / "run"
-    spec, execution = tiny(corpus_folder)
-    train(spec, folder, execution)
-    return folder
+def assert_equal_runs(one: Path, other: Path) -> None:
+    assert losses(one) == pytest.approx(losses(other), abs=2e-5)
+    assert evaluations(one) == pytest.approx(evaluations(other), abs=2e-5)
+    assert len(list((one / "probes").iterdir())) == 2
+    for p, q in zip(load_model(one)[0].parameters(), load_model(other)[0].parameters(), strict=True):
+        assert (p - q).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_ranks_give_the_loss_curve_of_one_process(
-    parallel: str, world: int, together: Callable[..., None], settings: Settings, alone: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    "changes",
+    [{"parallel": "ddp"}, {"parallel": "fsdp"}, {"parallel": "ddp", "rows": 1, "recompute": "layers"}],
+    ids=str,
+)
+def test_ranks_give_the_run_of_one_process(
+    changes: dict[str, object], settings: Settings, tiny_run: Path, tmp_path: Path
 ) -> None:
-    spec, execution = settings(execution={"parallel": parallel})
-    together(world, spec, execution, tmp_path / "run")
-    assert curve(tmp_path / "run") == pytest.approx(curve(alone), abs=2e-5)
-    assert evaluations(tmp_path / "run") == pytest.approx(evaluations(alone), abs=2e-5)
-    assert len(list((tmp_path / "run" / "probes").iterdir())) == 2
+    run_on_ranks(4, train_until, None, *settings(execution=changes), tmp_path / "run")
+    assert_equal_runs(tmp_path / "run", tiny_run)
 
 
 @pytest.mark.parametrize(
@@ -80,37 +48,76 @@ def test_ranks_give_the_loss_curve_of_one_process(
     ids=lambda pair: f"{pair[1]}{pair[0]}",
 )
 def test_a_run_saved_on_some_ranks_continues_on_others(
-    first: tuple[int, str],
-    then: tuple[int, str],
-    together: Callable[..., None],
-    settings: Settings,
-    alone: Path,
-    tmp_path: Path,
+    first: tuple[int, str], then: tuple[int, str], settings: Settings, tiny_run: Path, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "run"
-    for (world, parallel), stop in ((first, 7), (then, 0)):
-        spec, execution = settings(execution={"parallel": parallel})
-        together(world, spec, execution, folder, stop)
-    resumed = [line for line in (folder / "metrics.jsonl").read_text().splitlines() if '"resume"' in line]
-    assert len(resumed) == 1
-    assert '"step": 7' in resumed[0]
-    assert curve(folder) == pytest.approx(curve(alone), abs=2e-5)
-    assert evaluations(folder) == pytest.approx(evaluations(alone), abs=2e-5)
-    ours, reference = load(folder)[0], load(alone)[0]
-    for p, q in zip(ours.parameters(), reference.parameters(), strict=True):
-        assert (p - q).abs().max() < 1e-4
+    for (world, parallel), stop in ((first, 7), (then, None)):
+        run_on_ranks(world, train_until, stop, *settings(execution={"parallel": parallel}), tmp_path / "run")
+    assert_equal_runs(tmp_path / "run", tiny_run)
 
 
-def test_accumulated_micro_batches_are_the_batch(settings: Settings, alone: Path, tmp_path: Path) -> None:
-    spec, execution = settings(execution={"rows": 3})
-    train(spec, tmp_path / "run", execution)
-    assert curve(tmp_path / "run") == pytest.approx(curve(alone), abs=2e-5)
+def test_accumulated_micro_batches_are_the_batch(settings: Settings, tiny_run: Path, tmp_path: Path) -> None:
+    train_until(None, *settings(execution={"rows": 3}), tmp_path / "run")
+    assert losses(tmp_path / "run") == pytest.approx(losses(tiny_run), abs=2e-5)
 
 
-def test_accumulation_and_recomputation_on_ranks(
-    together: Callable[..., None], settings: Settings, alone: Path, tmp_path: Path
-) -> None:
-    for parallel in ("ddp", "fsdp"):
-        spec, execution = settings(execution={"rows": 2, "parallel": parallel, "recompute": "layers"})
-        together(2, spec, execution, tmp_path / parallel)
-        assert curve(tmp_path / parallel) == pytest.approx(curve(alone), abs=2e-5)
+class UnsendableError(ValueError):
+    def __init__(self, one: str, two: str):
+        super().__init__(f"{one} and {two}")
+
+
+ERRORS = {
+    "[Errno 28] No space left: 'a.json'": OSError(28, "No space left", "a.json"),
+    "a and b": UnsendableError("a", "b"),
+    "'a'": KeyError("a"),
+}
+
+
+def agree() -> list[object]:
+    def fail_on(rank: int, error: Exception) -> None:
+        if own_rank() == rank:
+            raise error
+
+    came: list[object] = [call_on_first_rank(own_rank), call_on_all_ranks(own_rank), sum_over_ranks(1, own_rank())]
+    for error in ERRORS.values():
+        for call, rank in ((call_on_first_rank, 0), (call_on_all_ranks, 1)):
+            try:
+                call(lambda rank=rank, error=error: fail_on(rank, error))
+            except Exception as caught:
+                came.append(str(caught))
+    return came
+
+
+def test_ranks_return_and_raise_the_same() -> None:
+    wanted = [0, [0, 1], [2.0, 1.0], *(sentence for sentence in ERRORS for _ in range(2))]
+    assert run_on_ranks(2, agree) == [wanted, wanted]
+
+
+def train_on_full_disk(spec: RunSpec, execution: ExecutionSpec, folder: Path, what: str) -> str:
+    """Rank 0 cannot flush any file, or append more than three lines to a file."""
+    lines = []
+
+    def refuse(self: files.AppendedFile, line: str) -> None:
+        if len(lines) == 3:
+            raise OSError(28, "No space left on device", str(self.path))
+        lines.append(line)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if own_rank() == 0 and what == "tokenizer.json":
+            patch.setattr(os, "fsync", lambda _: refuse_space())
+        elif own_rank() == 0:
+            patch.setattr(files.AppendedFile, "append_line", refuse)
+        try:
+            return train(spec, folder, execution).status
+        except RunError as error:
+            return str(error)
+
+
+def refuse_space() -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "metrics.jsonl"])
+def test_what_the_disk_refuses_the_first_rank_all_ranks_say(file: str, settings: Settings, tmp_path: Path) -> None:
+    said = run_on_ranks(2, train_on_full_disk, *settings(), tmp_path / "run", file)
+    sentence = f"the run stopped because of a file ({tmp_path / 'run' / file}): no space left on device; "
+    assert said == 2 * [sentence + "what was saved before is still there, mend this and run the same command again."]

@@ -1,7 +1,6 @@
 """Training from the command line, as a person meets it: files and flags, exit codes, sentences, resuming, sampling."""
 
 import dataclasses
-import json
 import re
 import signal
 import tomllib
@@ -9,57 +8,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny import Command
 
-from qklab.cli import main
 from qklab.data import DataSpec
 from qklab.optim import OptimiserSpec, ScheduleSpec
 from qklab.runs import MetricsFile, RunDirectory
 from qklab.schema import Spec
-from qklab.train.spec import BatchSpec, BudgetSpec, EvaluationSpec, ExecutionSpec, RunSpec, resolve
+from qklab.train.settings import resolve_run
+from qklab.train.spec import BatchSpec, BudgetSpec, EvaluationSpec, ExecutionSpec, RunSpec
 
 PAGE = Path(__file__).parents[2] / "docs/training.md"
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as stop:
-        main([str(argument) for argument in arguments])
-    out, err = capsys.readouterr()
-    return int(stop.value.code or 0), out, err
-
-
-@pytest.fixture
-def file(corpus_folder: Path, tmp_path: Path) -> Path:
-    """A run file of six small steps."""
-    path = tmp_path / "run.toml"
-    path.write_text(
-        f"""
-        seed = 5
-        corpus = {{ source = {json.dumps(str(corpus_folder))}, tokenizer = "bytes" }}
-        model = {{ layers = 1, width = 32, context = 48, mlp_ratio = 2.0 }}
-        attention = {{ heads = 2, share = "k=v" }}
-        batch = {{ sequences = 4 }}
-        budget = {{ tokens = {6 * 4 * 48} }}
-        evaluation = {{ times = 2, tokens = 240, probes = 0 }}
-        execution = {{ device = "cpu", threads = 1 }}
-        """,
-        encoding="utf-8",
-    )
-    return path
-
-
-def test_flags_lie_over_the_file(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_lie_over_the_file(run_file: Path, tmp_path: Path, qklab: Command) -> None:
     flags = ["--optimiser.lr", "1e-3", "--attention.coupling.kind", "leapfrog", "--model.tied", "False", "--seed", "6"]
-    code, out, _ = run(capsys, "train", file, *flags, "--out", tmp_path / "run", "--quiet")
+    code, out, _ = qklab("train", run_file, *flags, "--out", tmp_path / "run", "--quiet")
     assert code == 0
     assert "finished after 6 steps, 1,152 tokens" in out
     spec = RunDirectory(tmp_path / "run").read()["spec"]
-    assert (spec["seed"], spec["model"]["attention"]["share"]) == (6, "k=v")
+    assert (spec["seed"], spec["batch"]["sequences"]) == (6, 4)
     assert (spec["optimiser"]["lr"], spec["model"]["tied"]) == (1e-3, False)
     assert spec["model"]["attention"]["coupling"]["kind"] == "leapfrog"
 
 
 def test_the_same_command_continues(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run_file: Path, tmp_path: Path, qklab: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, plain = tmp_path / "run", MetricsFile.append
 
@@ -70,47 +43,36 @@ def test_the_same_command_continues(
 
     with monkeypatch.context() as patch:
         patch.setattr(MetricsFile, "append", append)
-        code, out, err = run(capsys, "train", file, "--out", folder)
+        code, out, err = qklab("train", run_file, "--out", folder)
     assert code == 75
     assert "to be continued" in out
     assert "stopped by SIGINT at step 4, everything is saved; the same command continues" in err
-    code, out, err = run(capsys, "train", file, "--out", folder)
+    code, out, err = qklab("train", run_file, "--out", folder)
     assert code == 0
     assert f"resuming {folder} at step 4." in err
     assert [record["step"] for record in RunDirectory(folder).metrics("train")] == [1, 2, 3, 4, 5, 6]
-    code, again, err = run(capsys, "train", "--out", folder)  # the directory knows the rest
+    code, again, err = qklab("train", "--out", folder)  # the directory knows the rest
     assert code == 0
     assert "already finished; nothing to do" in err
     assert again == out
 
 
 def test_a_run_without_a_name_has_a_folder_of_its_own(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run_file: Path, tmp_path: Path, qklab: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for lr in ("1e-3", "2e-3"):
-        assert run(capsys, "train", file, "--quiet", "--optimiser.lr", lr)[0] == 0
+        assert qklab("train", run_file, "--quiet", "--optimiser.lr", lr)[0] == 0
     assert len([path for path in Path("runs").iterdir() if path.name.startswith("1x32-s5-")]) == 2
 
 
-def test_a_run_that_diverges_has_its_own_exit_code(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_diverges_has_its_own_exit_code(run_file: Path, tmp_path: Path, qklab: Command) -> None:
     absurd = ["--optimiser.lr", "1e30", "--optimiser.clip", "0", "--max-skips", "1"]
-    code, out, err = run(capsys, "train", file, *absurd, "--out", tmp_path / "run")
+    code, out, err = qklab("train", run_file, *absurd, "--out", tmp_path / "run")
     assert code == 3
     assert "diverged after" in out
     assert "is not finite; the step is skipped" in err
-    assert run(capsys, "train", "--out", tmp_path / "run")[0] == 3
-
-
-def test_sampling(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "run"
-    assert run(capsys, "train", file, "--out", folder, "--quiet")[0] == 0
-    drawn = [run(capsys, "sample", folder, "Lic", "--tokens", 12, "--seed", 1, *best) for best in ([], [], ["--best"])]
-    assert all(code == 0 and out.startswith("Lic") for code, out, _ in drawn)
-    assert drawn[0] == drawn[1]
-    assert run(capsys, "sample", folder, "--tokens", 3)[0] == 0  # no prompt: from the beginning of a text
+    assert qklab("train", "--out", tmp_path / "run")[0] == 3
 
 
 @pytest.mark.parametrize(
@@ -133,15 +95,15 @@ def test_sampling(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_bad_input_ends_in_one_sentence(
     arguments: str,
     sentence: str,
-    file: Path,
+    run_file: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    qklab: Command,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("broken.toml").write_text("[model\n")
     Path("typo.toml").write_text("[model]\nlayer = 3\n")
-    code, out, err = run(capsys, *arguments.split())
+    code, out, err = qklab(*arguments.split())
     assert code == 2
     assert out == ""
     assert err.startswith("qklab: ")
@@ -149,30 +111,35 @@ def test_bad_input_ends_in_one_sentence(
     assert re.search(sentence, err)
 
 
-def test_a_mistyped_flag_comes_with_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = run(capsys, "train", "--optimizer.lr", "1e-3")
+@pytest.mark.parametrize(
+    ("flag", "meant"), [("--optimizer.lr", "--optimiser.lr"), ("--logit-controll.tau", "--logit-control.tau")]
+)
+def test_a_mistyped_flag_comes_with_a_suggestion(flag: str, meant: str, qklab: Command) -> None:
+    code, _, err = qklab("train", flag, "1e-3")
     assert code == 2
-    assert "--optimiser.lr" in err
+    assert meant in err
 
 
-def test_another_runs_directory_and_damaged_records_are_refused(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_sampled_from_and_damaged_records_are_refused(run_file: Path, tmp_path: Path, qklab: Command) -> None:
     folder = tmp_path / "run"
-    assert run(capsys, "train", file, "--out", folder, "--quiet")[0] == 0
+    assert qklab("train", run_file, "--out", folder, "--quiet")[0] == 0
+    drawn = [qklab("sample", folder, "Lic", "--tokens", 12, "--seed", 1, *best) for best in ([], [], ["--best"])]
+    assert all(code == 0 and out.startswith("Lic") for code, out, _ in drawn)
+    assert drawn[0] == drawn[1]
+    assert qklab("sample", folder, "--tokens", 3)[0] == 0  # no prompt: from the beginning of a text
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "lock"}
-    code, _, err = run(capsys, "train", file, "--out", folder, "--optimiser.lr", "1e-3")
+    code, _, err = qklab("train", run_file, "--out", folder, "--optimiser.lr", "1e-3")
     assert code == 2
     assert "holds a run with optimiser.lr=0.003, but 0.001 came" in err
     assert before == {path: path.read_bytes() for path in before}
     for weights in folder.glob("checkpoints/*/model.safetensors"):
         weights.write_bytes(weights.read_bytes()[:-1])
-    code, _, err = run(capsys, "sample", folder)
+    code, _, err = qklab("sample", folder)
     assert code == 2
     assert "can be trusted" in err
     (folder / "run.json").write_text('{"format": 1')
     for command in (["train", "--out", folder], ["sample", folder]):
-        code, _, err = run(capsys, *command)
+        code, _, err = qklab(*command)
         assert code == 2
         assert "run.json cannot be read" in err
         assert err.count("\n") == 1
@@ -181,7 +148,7 @@ def test_another_runs_directory_and_damaged_records_are_refused(
 def test_the_run_file_in_the_documentation_is_a_run() -> None:
     found = re.search(r"^```toml\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     assert found is not None
-    spec, execution = resolve(tomllib.loads(found[1]))
+    spec, execution = resolve_run(tomllib.loads(found[1]))
     assert spec.model.attention.name == "(Q,K=V) · leapfrog×1 · qk-norm"
     assert spec.steps == 489
     assert execution.sinks == "tensorboard"

@@ -44,7 +44,7 @@ class Cache:
         ]
         self._length = 0
         self.grow = grow
-        self.left_padding = None if left_padding is None else checked_padding(left_padding, batch).to(device)
+        self.left_padding = None if left_padding is None else check_padding(left_padding, batch).to(device)
 
     @staticmethod
     def widths(spec: AttentionSpec) -> tuple[int, ...]:
@@ -263,7 +263,7 @@ def cache_class(spec: AttentionSpec) -> type[Cache]:
     return SharedCache if spec.key_is_value else KeyValueCache
 
 
-def checked_padding(left_padding: Tensor, batch: int) -> Tensor:
+def check_padding(left_padding: Tensor, batch: int) -> Tensor:
     """Left padding: how many leading tokens of each row are not text, [batch]."""
     if left_padding.shape != (batch,) or left_padding.is_floating_point() or bool((left_padding < 0).any()):
         raise ValueError(

@@ -8,19 +8,88 @@ meets the mean q̄ of its group's query heads.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qklab.attention.force import FORCES, GradientForce, HeadLinear, MLPForce, uniform_
-from qklab.ops.coupling import Network, Norm, couple, finished
+from qklab import register
+from qklab.ops.coupling import Network, Norm, apply_force, couple, group_mean, scale_and_shift
 from qklab.ops.dispatch import Impl
+from qklab.ops.rope import Angles
 
 if TYPE_CHECKING:
-    from qklab.attention.places import Angles
     from qklab.attention.spec import AttentionSpec, CouplingSpec
+
+
+def uniform_(tensor: Tensor, fan_in: int, generator: torch.Generator | None) -> None:
+    """torch's default for linear layers: U(−1/√fan_in, 1/√fan_in)."""
+    bound = 1 / math.sqrt(fan_in)
+    with torch.no_grad():
+        drawn = torch.empty(tensor.shape, device="cpu", dtype=torch.float32)
+        tensor.copy_(drawn.uniform_(-bound, bound, generator=generator))
+
+
+class HeadLinear(nn.Module):
+    """The parameters of y = W x + b on the last axis: one W for all heads, or without bias one per key head."""
+
+    def __init__(self, inner: int, outer: int, heads: int | None):
+        super().__init__()
+        shape = (outer, inner) if heads is None else (heads, outer, inner)
+        self.weight = nn.Parameter(torch.empty(shape))
+        self.bias = nn.Parameter(torch.empty(outer)) if heads is None else None
+        self.reset()
+
+    def reset(self, generator: torch.Generator | None = None) -> None:
+        uniform_(self.weight, self.weight.shape[-1], generator)
+        if self.bias is not None:
+            uniform_(self.bias, self.weight.shape[-1], generator)
+
+    @staticmethod
+    def parameters_of(inner: int, outer: int, heads: int | None) -> int:
+        return inner * outer + outer if heads is None else heads * inner * outer
+
+
+class MLPForce(nn.Module):
+    """f(u) = W2 silu(W1 u + b1) + b2, width h."""
+
+    def __init__(self, head_width: int, force_width: int, heads: int | None):
+        super().__init__()
+        self.inner = HeadLinear(head_width, force_width, heads)
+        self.outer = HeadLinear(force_width, head_width, heads)
+
+    def network(self) -> Network:
+        return Network(self.inner.weight, self.inner.bias, self.outer.weight, self.outer.bias)
+
+    @staticmethod
+    def parameters_of(head_width: int, force_width: int, heads: int | None) -> int:
+        count = HeadLinear.parameters_of
+        return count(head_width, force_width, heads) + count(force_width, head_width, heads)
+
+
+class GradientForce(nn.Module):
+    """f(u) = −∇U(u) = −W1ᵀ(a ⊙ σ'(W1 u + b)) of the potential U(u) = Σ_i a_i σ(w_i·u + b_i), σ = softplus."""
+
+    def __init__(self, head_width: int, force_width: int, heads: int | None):
+        super().__init__()
+        self.inner = HeadLinear(head_width, force_width, heads)
+        shape = (force_width,) if heads is None else (heads, 1, force_width)
+        self.amplitude = nn.Parameter(torch.empty(shape))
+        self.reset()
+
+    def reset(self, generator: torch.Generator | None = None) -> None:
+        uniform_(self.amplitude, self.amplitude.shape[-1], generator)
+
+    def network(self) -> Network:
+        return Network(self.inner.weight, self.inner.bias, amplitude=self.amplitude)
+
+    @staticmethod
+    def parameters_of(head_width: int, force_width: int, heads: int | None) -> int:
+        return HeadLinear.parameters_of(head_width, force_width, heads) + force_width * (heads or 1)
+
+
+FORCES = {"mlp": MLPForce, "gradient": GradientForce}
 
 
 class Coupling(nn.Module):
@@ -42,7 +111,7 @@ class Coupling(nn.Module):
 
     def __init__(self, spec: AttentionSpec):
         super().__init__()
-        coupling = of(spec)
+        coupling = require_coupling(spec)
         self.kv_heads = spec.kv_heads
         self.steps, self.scale_limit = coupling.steps, coupling.scale_limit
         if self.stepped:
@@ -54,13 +123,23 @@ class Coupling(nn.Module):
         if self.stepped:
             nn.init.constant_(self.step, self.initial_step)
 
-    def forward(
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q [B, T, H, D], k [B, T, G, D] → the same shapes."""
+        if self.fuses:
+            return self.fuse(q, k)
+        q, k = self.flow(q.unflatten(2, (self.kv_heads, -1)), k.unsqueeze(3))
+        return q.flatten(2, 3), k.squeeze(3)
+
+    @property
+    def fuses(self) -> bool:
+        """Whether one operation couples, normalises and rotates."""
+        return self.kind is not None
+
+    def fuse(
         self, q: Tensor, k: Tensor, norm: Norm | None = None, angles: Angles | None = None, turn_key: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """q [B, T, H, D], k [B, T, G, D] → the same shapes; normalised and rotated in the same pass where asked for."""
-        if self.kind is None:
-            q, k = self.flow(q.unflatten(2, (self.kv_heads, -1)), k.unsqueeze(3))
-            return finished(q.flatten(2, 3), k.squeeze(3), norm, angles, turn_key)
+        """rotate(normalise(couple(q, k))) in one pass, which reads q and k once and writes them once."""
+        assert self.kind is not None
         return couple(
             q,
             k,
@@ -85,16 +164,19 @@ class Coupling(nn.Module):
 
     def inverse(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """The (q, k) that `forward` maps to these, exact up to rounding times the map's condition number."""
-        if not self.invertible:
-            raise ValueError(f"{type(self).__name__} has no closed-form inverse; use one of {', '.join(invertible())}.")
+        self.check_invertible("closed-form inverse")
         q, k = self.unflow(q.unflatten(2, (self.kv_heads, -1)), k.unsqueeze(3))
         return q.flatten(2, 3), k.squeeze(3)
 
     def log_det(self, q: Tensor, k: Tensor) -> Tensor:
         """log |det ∂(q⁺, k⁺)/∂(q, k)| per key head and its query heads: [B, T, G]."""
-        if not self.invertible:
-            raise ValueError(f"{type(self).__name__} has no log-determinant; use one of {', '.join(invertible())}.")
+        self.check_invertible("log-determinant")
         return self.flow_log_det(q.unflatten(2, (self.kv_heads, -1)), k.unsqueeze(3))
+
+    def check_invertible(self, what: str) -> None:
+        if not self.invertible:
+            known = ", ".join(list_invertible())
+            raise ValueError(f"{type(self).__name__} has no {what}; use one of {known}.")
 
     def unflow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
@@ -103,20 +185,28 @@ class Coupling(nn.Module):
         """Shears keep volume; maps that stretch override this."""
         return q.new_zeros(q.shape[:3])
 
-    def scaled(self, u: Tensor, share: float = 1.0) -> Tensor:
-        """share · δ u in u's precision (a δ per head is a float32 tensor that would promote a bf16 u)."""
-        return (share * self.step * u).to(u.dtype)
+    def drift(self, k: Tensor) -> Tensor:
+        """δ k, by which a key moves its queries."""
+        return (self.step * k).to(k.dtype)
+
+    def kick(self, q: Tensor, share: float = 1.0) -> Tensor:
+        """share · δ f(q̄), by which a group's queries move their key."""
+        return (share * self.step * apply_force(self.networks()[0], group_mean(q))).to(q.dtype)
+
+    @classmethod
+    def formula_of(cls, spec: AttentionSpec) -> str:
+        return cls.formula + (f"   ({require_coupling(spec).steps} times)" if require_coupling(spec).steps > 1 else "")
 
     @classmethod
     def parameters_of(cls, spec: AttentionSpec) -> int:
-        coupling = of(spec)
+        coupling = require_coupling(spec)
         steps = {"per-layer": 1, "per-head": spec.kv_heads}[coupling.step_sharing] if cls.stepped else 0
         return steps + cls.map_parameters(spec, coupling)
 
     @classmethod
     def flops(cls, spec: AttentionSpec, context: int) -> int:
         """Matrix products per token."""
-        return 2 * cls.map_products(spec, of(spec))
+        return 2 * cls.map_products(spec, require_coupling(spec))
 
     @classmethod
     def map_parameters(cls, spec: AttentionSpec, coupling: CouplingSpec) -> int:
@@ -129,23 +219,6 @@ class Coupling(nn.Module):
         raise NotImplementedError
 
 
-def group_mean(q: Tensor) -> Tensor:
-    """q̄, what the key sees: q [B, T, G, R, D] → [B, T, G, 1, D]."""
-    return q if q.shape[3] == 1 else q.mean(3, keepdim=True)
-
-
-def stretched(u: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """u ⊙ exp(scale) + shift in u's precision (autocast computes exp in float32)."""
-    return (u * scale.exp() + shift).to(u.dtype)
-
-
-def network_of(force: MLPForce | GradientForce) -> Network:
-    inner = force.inner
-    if isinstance(force, GradientForce):
-        return Network(inner.weight, inner.bias, amplitude=force.amplitude)
-    return Network(inner.weight, inner.bias, force.outer.weight, force.outer.bias)
-
-
 class Forced(Coupling):
     """Coupling through one force f, evaluated on q̄."""
 
@@ -153,19 +226,19 @@ class Forced(Coupling):
 
     def __init__(self, spec: AttentionSpec):
         super().__init__(spec)
-        self.force = FORCES[of(spec).force](spec.head_width, width_of(spec), heads_of(spec))
+        self.force = FORCES[require_coupling(spec).force](spec.head_width, choose_force_width(spec), count_forces(spec))
 
     def networks(self) -> tuple[Network, ...]:
-        return (network_of(self.force),)
+        return (self.force.network(),)
 
     @classmethod
     def map_parameters(cls, spec: AttentionSpec, coupling: CouplingSpec) -> int:
-        return FORCES[coupling.force].parameters_of(spec.head_width, width_of(spec), heads_of(spec))
+        return FORCES[coupling.force].parameters_of(spec.head_width, choose_force_width(spec), count_forces(spec))
 
     @classmethod
     def map_products(cls, spec: AttentionSpec, coupling: CouplingSpec) -> int:
         """Evaluations × key heads × the two layers of the force."""
-        return cls.evaluations(coupling.steps) * spec.kv_heads * 2 * spec.head_width * width_of(spec)
+        return cls.evaluations(coupling.steps) * spec.kv_heads * 2 * spec.head_width * choose_force_width(spec)
 
     @staticmethod
     def evaluations(steps: int) -> int:
@@ -173,6 +246,7 @@ class Forced(Coupling):
         return steps
 
 
+@register.coupling("euler")
 class Euler(Forced):
     """q⁺ = q + δ k ; k⁺ = k + δ f(q), the old q in both."""
 
@@ -180,6 +254,7 @@ class Euler(Forced):
     formula = "q⁺ = q + δ k ; k⁺ = k + δ f(q)"
 
 
+@register.coupling("symplectic-euler")
 class SymplecticEuler(Forced):
     """k⁺ = k + δ f(q) ; q⁺ = q + δ k⁺. Two shears: invertible, det J = 1."""
 
@@ -189,11 +264,12 @@ class SymplecticEuler(Forced):
 
     def unflow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         for _ in range(self.steps):
-            q = q - self.scaled(k)
-            k = k - self.scaled(self.force(group_mean(q)))
+            q = q - self.drift(k)
+            k = k - self.kick(q)
         return q, k
 
 
+@register.coupling("leapfrog")
 class Leapfrog(Forced):
     """k½ = k + δ/2 f(q) ; q⁺ = q + δ k½ ; k⁺ = k½ + δ/2 f(q⁺). Neighbouring half kicks share one evaluation of f."""
 
@@ -203,10 +279,10 @@ class Leapfrog(Forced):
 
     def unflow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Leapfrog run backwards in time is its own inverse."""
-        k = k - self.scaled(self.force(group_mean(q)), 0.5)
+        k = k - self.kick(q, 0.5)
         for step in range(self.steps):
-            q = q - self.scaled(k)
-            k = k - self.scaled(self.force(group_mean(q)), 1.0 if step < self.steps - 1 else 0.5)
+            q = q - self.drift(k)
+            k = k - self.kick(q, 1.0 if step < self.steps - 1 else 0.5)
         return q, k
 
     @staticmethod
@@ -214,6 +290,7 @@ class Leapfrog(Forced):
         return steps + 1
 
 
+@register.coupling("affine")
 class Affine(Coupling):
     """q⁺ = q ⊙ exp(s1(k)) + t1(k) ; k⁺ = k ⊙ exp(s2(q⁺)) + t2(q⁺), s = s_max tanh(raw).
 
@@ -230,7 +307,7 @@ class Affine(Coupling):
 
     def __init__(self, spec: AttentionSpec):
         super().__init__(spec)
-        head_width, force_width, heads = spec.head_width, width_of(spec), heads_of(spec)
+        head_width, force_width, heads = spec.head_width, choose_force_width(spec), count_forces(spec)
         self.query_inner = HeadLinear(head_width, force_width, heads)
         self.query_outer = HeadLinear(force_width, 2 * head_width, heads)
         self.key_inner = HeadLinear(head_width, force_width, heads)
@@ -245,44 +322,42 @@ class Affine(Coupling):
         layers = ((self.query_inner, self.query_outer), (self.key_inner, self.key_outer))
         return tuple(Network(inner.weight, inner.bias, outer.weight, outer.bias) for inner, outer in layers)
 
-    def query_map(self, k: Tensor) -> tuple[Tensor, Tensor]:
-        raw, shift = self.query_outer(F.silu(self.query_inner(k))).chunk(2, -1)
-        return self.scale_limit * torch.tanh(raw), shift
-
-    def key_map(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        raw, shift = self.key_outer(F.silu(self.key_inner(group_mean(q)))).chunk(2, -1)
-        return self.scale_limit * torch.tanh(raw), shift
+    def stretch(self, network: Network, u: Tensor) -> tuple[Tensor, Tensor]:
+        """The log scale s(u) and the shift t(u)."""
+        return scale_and_shift(network, u, self.scale_limit, u.dtype)
 
     def unflow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        of_query, of_key = self.networks()
         for _ in range(self.steps):
-            scale, shift = self.key_map(q)
+            scale, shift = self.stretch(of_key, group_mean(q))
             k = ((k - shift) * (-scale).exp()).to(k.dtype)
-            scale, shift = self.query_map(k)
+            scale, shift = self.stretch(of_query, k)
             q = ((q - shift) * (-scale).exp()).to(q.dtype)
         return q, k
 
     def flow_log_det(self, q: Tensor, k: Tensor) -> Tensor:
         """Σ over steps of R · Σ s1 + Σ s2."""
-        total = q.new_zeros(q.shape[:3])
+        total, (of_query, of_key) = q.new_zeros(q.shape[:3]), self.networks()
         for _ in range(self.steps):
-            scale, shift = self.query_map(k)
+            scale, shift = self.stretch(of_query, k)
             total = total + q.shape[3] * scale.sum((-2, -1))
-            q = stretched(q, scale, shift)
-            scale, shift = self.key_map(q)
+            q = (q * scale.exp() + shift).to(q.dtype)
+            scale, shift = self.stretch(of_key, group_mean(q))
             total = total + scale.sum((-2, -1))
-            k = stretched(k, scale, shift)
+            k = (k * scale.exp() + shift).to(k.dtype)
         return total
 
     @classmethod
     def map_parameters(cls, spec: AttentionSpec, coupling: CouplingSpec) -> int:
-        D, h, heads = spec.head_width, width_of(spec), heads_of(spec)
+        D, h, heads = spec.head_width, choose_force_width(spec), count_forces(spec)
         return 2 * (HeadLinear.parameters_of(D, h, heads) + HeadLinear.parameters_of(h, 2 * D, heads))
 
     @classmethod
     def map_products(cls, spec: AttentionSpec, coupling: CouplingSpec) -> int:
-        return coupling.steps * spec.kv_heads * 2 * 3 * spec.head_width * width_of(spec)
+        return coupling.steps * spec.kv_heads * 2 * 3 * spec.head_width * choose_force_width(spec)
 
 
+@register.coupling("uncoupled")
 class Uncoupled(Coupling):
     """q⁺ = q + δ g(q) ; k⁺ = k + δ f(k). The control: the same capacity (width h/2 each), no coupling."""
 
@@ -293,22 +368,25 @@ class Uncoupled(Coupling):
 
     def __init__(self, spec: AttentionSpec):
         super().__init__(spec)
-        force = FORCES[of(spec).force]
-        self.query_force = force(spec.head_width, width_of(spec) // 2, heads_of(spec))
-        self.key_force = force(spec.head_width, width_of(spec) // 2, heads_of(spec))
+        force = FORCES[require_coupling(spec).force]
+        self.query_force = force(spec.head_width, choose_force_width(spec) // 2, count_forces(spec))
+        self.key_force = force(spec.head_width, choose_force_width(spec) // 2, count_forces(spec))
 
     def networks(self) -> tuple[Network, ...]:
-        return network_of(self.query_force), network_of(self.key_force)
+        return self.query_force.network(), self.key_force.network()
 
     @classmethod
     def map_parameters(cls, spec: AttentionSpec, coupling: CouplingSpec) -> int:
-        return 2 * FORCES[coupling.force].parameters_of(spec.head_width, width_of(spec) // 2, heads_of(spec))
+        half = choose_force_width(spec) // 2
+        return 2 * FORCES[coupling.force].parameters_of(spec.head_width, half, count_forces(spec))
 
     @classmethod
     def map_products(cls, spec: AttentionSpec, coupling: CouplingSpec) -> int:
-        return coupling.steps * (spec.query_heads + spec.kv_heads) * 2 * spec.head_width * (width_of(spec) // 2)
+        half = choose_force_width(spec) // 2
+        return coupling.steps * (spec.query_heads + spec.kv_heads) * 2 * spec.head_width * half
 
 
+@register.coupling("linear")
 class Linear(Coupling):
     """k⁺ = k + δ A q ; q⁺ = q + δ k⁺. The control that folds exactly into new W_q, W_k: only a reparametrisation."""
 
@@ -319,68 +397,53 @@ class Linear(Coupling):
     def __init__(self, spec: AttentionSpec):
         super().__init__(spec)
         shape = (spec.head_width, spec.head_width)
-        self.matrix = nn.Parameter(torch.empty(shape if heads_of(spec) is None else (spec.kv_heads, *shape)))
+        self.matrix = nn.Parameter(torch.empty(shape if count_forces(spec) is None else (spec.kv_heads, *shape)))
         self.reset()
 
     def reset(self, generator: torch.Generator | None = None) -> None:
         super().reset()
         uniform_(self.matrix, self.matrix.shape[-1], generator)
 
-    def pull(self, q: Tensor) -> Tensor:
-        if self.matrix.dim() == 2:
-            return F.linear(group_mean(q), self.matrix)
-        return torch.einsum("btgri,goi->btgro", group_mean(q), self.matrix)
-
     def networks(self) -> tuple[Network, ...]:
         return (Network(self.matrix),)
 
     def unflow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         for _ in range(self.steps):
-            q = q - self.scaled(k)
-            k = k - self.scaled(self.pull(q))
+            q = q - self.drift(k)
+            k = k - self.kick(q)
         return q, k
 
     @classmethod
     def map_parameters(cls, spec: AttentionSpec, coupling: CouplingSpec) -> int:
-        return (heads_of(spec) or 1) * spec.head_width**2
+        return (count_forces(spec) or 1) * spec.head_width**2
 
     @classmethod
     def map_products(cls, spec: AttentionSpec, coupling: CouplingSpec) -> int:
         return coupling.steps * spec.kv_heads * spec.head_width**2
 
 
-COUPLINGS: dict[str, type[Coupling]] = {
-    "euler": Euler,
-    "symplectic-euler": SymplecticEuler,
-    "leapfrog": Leapfrog,
-    "affine": Affine,
-    "uncoupled": Uncoupled,
-    "linear": Linear,
-}
+def list_invertible() -> list[str]:
+    return [name for name, kind in register.coupling.items() if kind.invertible]
 
 
-def invertible() -> list[str]:
-    return [name for name, kind in COUPLINGS.items() if kind.invertible]
-
-
-def of(spec: AttentionSpec) -> CouplingSpec:
+def require_coupling(spec: AttentionSpec) -> CouplingSpec:
     if spec.coupling is None:
         raise ValueError("this spec has no coupling; give it coupling=CouplingSpec(kind=…).")
     return spec.coupling
 
 
-def heads_of(spec: AttentionSpec) -> int | None:
+def count_forces(spec: AttentionSpec) -> int | None:
     """How many forces there are: None for one shared by all heads of the layer, else one per key head."""
-    return None if of(spec).force_sharing == "per-layer" else spec.kv_heads
+    return None if require_coupling(spec).force_sharing == "per-layer" else spec.kv_heads
 
 
-def width_of(spec: AttentionSpec) -> int:
+def choose_force_width(spec: AttentionSpec) -> int:
     """h, the force's hidden width: as given, or D for a layer's mlp force and 8 for a head's; twice that for a gradient
     force (one matrix instead of two) and for affine."""
-    coupling = of(spec)
+    coupling = require_coupling(spec)
     if coupling.force_width is not None:
         return coupling.force_width
-    kind = COUPLINGS[coupling.kind]
+    kind = coupling.mechanism
     width = spec.head_width if coupling.force_sharing == "per-layer" else 8
     width *= kind.width_factor * (2 if coupling.force == "gradient" else 1)
     return max(kind.nets, width - width % kind.nets)

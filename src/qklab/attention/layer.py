@@ -1,5 +1,6 @@
 """Attention: the five stages in order."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,12 +8,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from qklab.attention.cache import Cache, cache_class
-from qklab.attention.couple import COUPLINGS, Linear
-from qklab.attention.norm import NORMS
-from qklab.attention.places import Places, locate
+from qklab.attention.couple import Linear
+from qklab.attention.mix import KeyValue
+from qklab.attention.positions import Positions, find_positions, find_slots
 from qklab.attention.project import Projected, Projection
 from qklab.attention.spec import AttentionSpec
-from qklab.ops.coupling import Norm
+from qklab.attention.visibility import Visibility, find_visibility
 
 
 class Attention(nn.Module):
@@ -26,70 +27,89 @@ class Attention(nn.Module):
         self.spec = spec
         self.layer = layer
         self.project = spec.projection(spec)
-        norm = NORMS[spec.norm]
-        self.normalise = None if norm is None else norm(spec)
+        self.normalise = spec.normalisation(spec)
         self.rotate = spec.rotation(spec)
         self.mix = spec.mixing(spec, layer)
         self.output = nn.Linear(spec.heads * spec.head_width, spec.width, bias=spec.bias)
         # built last, so that under one seed a layer with coupling draws the same other weights as one without
-        self.couple = COUPLINGS[spec.coupling.kind](spec) if spec.coupling is not None else None
+        self.couple = spec.coupling.mechanism(spec) if spec.coupling is not None else None
         self.watched: Tensor | None = None  # [heads], raised to the largest logit of every training pass
+        self.recorder: Callable[..., None] | None = None  # called with the name of each stage and what it gave
         self.recomputes = False  # whether backward passes project anew rather than keep what a coupling came from
 
     def forward(
-        self, x: Tensor, *, segments: Tensor | None = None, cache: Cache | None = None, places: Places | None = None
+        self,
+        x: Tensor,
+        *,
+        segments: Tensor | None = None,
+        cache: Cache | None = None,
+        positions: Positions | None = None,
+        visibility: Visibility | None = None,
     ) -> Tensor:
         """x [B, T, width] → [B, T, width].
 
         `segments` [B, T] packs several texts into a row: attention stays inside runs of equal ids. With `cache`, x
-        follows what the cache holds and is added to it. `places`, from `self.locate`, is for callers that share it.
+        follows what the cache holds and is added to it. Callers that share positions and visibility between layers
+        give both, as `self.locate` finds them.
         """
-        if places is None:
-            places = self.locate(x, segments, cache)
+        if positions is None or visibility is None:
+            positions, visibility = self.locate(x, segments, cache)
         elif segments is not None:
-            raise ValueError("places already say where the segments are; give one of the two.")
+            raise ValueError("positions and visibility already say where the segments are; give one of the two.")
         if self.recomputes and torch.is_grad_enabled():
             q, k, v = checkpoint(
-                self.prepare, x, places, use_reentrant=False, preserve_rng_state=False, context_fn=keeping_coupled
+                self.prepare, x, positions, use_reentrant=False, preserve_rng_state=False, context_fn=keep_coupled
             )
         else:
-            q, k, v = self.prepare(x, places)
-        if cache is not None:
-            k, v = remember(cache, k, v)
-        k, v = self.rotate.read(k, v, places)
+            q, k, v = self.prepare(x, positions)
+        stored = self.store(k, v, positions, cache)
+        q, bias = (q, None) if self.rotate.asymmetry is None else self.rotate.asymmetry(q, positions)
+        self.record("mix", q, stored, bias, positions, visibility)
         if self.watched is not None and self.training:
-            largest = self.mix.largest_logits(q, k, places, self.rotate.bias(places))
+            largest = self.mix.largest_logits(q, stored, visibility, bias)
             self.watched.copy_(torch.maximum(self.watched, largest))
-        o = self.mix(q, k, v, x, places, self.rotate.bias(places))
-        o = self.mix.finish(self.rotate.undo(o, places))
+        o = self.mix(q, stored, x, visibility, bias)
+        o = self.mix.finish(self.rotate.undo(o, positions))
         return self.output(o.flatten(2))
 
-    def prepare(self, x: Tensor, places: Places) -> Projected:
-        """Stages 1 to 4 of the new tokens: x [B, T, width] → q [B, T, H, D], k and v [B, T, G, D]."""
+    def prepare(self, x: Tensor, positions: Positions) -> Projected:
+        """Stages 1 to 4 of the new tokens: x [B, T, width] → q [B, T, H, D], k and v [B, T, G, D].
+
+        Stages 2 to 4 are one operation where the coupling has one that knows the norm, and nobody asks for more.
+        """
         q, k, v = self.project(x)
+        if self.couple is not None and self.couple.fuses and self.normalise.fuses and self.recorder is None:
+            q, k = self.couple.fuse(q, k, self.normalise.operand(), positions.angles, self.rotate.turns_key)
+            return q, k, v
+        self.record("project", q, k, v)
         if self.couple is not None:
-            q, k = self.coupled(q, k, places)
-        else:
-            q, k = (q, k) if self.normalise is None else self.normalise(q, k)
-            q, k = self.rotate(q, k, places)
+            q, k = self.couple(q, k)
+        self.record("couple", q, k, v)
+        q, k = self.normalise(q, k)
+        self.record("normalise", q, k, v)
+        q, k = self.rotate(q, k, positions)
         return q, k, v
 
-    def coupled(self, q: Tensor, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
-        """Stages 2 to 4 as one operation, which reads q and k once and writes them once."""
-        assert self.couple is not None
-        norm = self.normalise
-        if norm is not None:
-            norm = Norm(norm.eps, norm.query_gain, norm.key_gain)
-        angles, turns_key = self.rotate.turning(places)
-        q, k = self.couple(q, k, norm, angles, turns_key)
-        return self.rotate.scaled(q), k
+    def store(self, k: Tensor, v: Tensor | None, positions: Positions, cache: Cache | None) -> KeyValue:
+        """Keys and values of the new tokens and of those before them; no value where it is the key."""
+        if cache is not None:
+            k, v = cache.append(k, v) if v is not None else (*cache.append(k), None)
+        return KeyValue(k, v, positions=None if self.rotate.turns_key else positions)
 
-    def locate(self, x: Tensor, segments: Tensor | None = None, cache: Cache | None = None) -> Places:
-        """Positions, mask and angles for x [B, T, width]; the same for every layer of one spec."""
+    def record(self, stage: str, *given: Any) -> None:
+        if self.recorder is not None:
+            self.recorder(stage, *given)
+
+    def locate(
+        self, x: Tensor, segments: Tensor | None = None, cache: Cache | None = None
+    ) -> tuple[Positions, Visibility]:
+        """Where the tokens x [B, T, width] stand, and what each may see."""
         if x.dim() != 3 or x.shape[-1] != self.spec.width:
             raise ValueError(f"x must have shape [batch, tokens, {self.spec.width}], but {list(x.shape)} came.")
-        check_packing(x.shape[:2], segments, cache)
-        return locate(self.spec, x, segments, cache)
+        if cache is not None and not isinstance(cache, Cache):
+            raise ValueError(f"a layer's cache comes from its new_cache, but a {type(cache).__name__} came.")
+        slots = find_slots(x, segments, cache)
+        return find_positions(self.spec, slots, x.dtype), find_visibility(self.spec, slots, x)
 
     def new_cache(
         self,
@@ -126,14 +146,14 @@ class Attention(nn.Module):
         own = {name: value for name, value in self.state_dict().items() if not name.startswith("couple.")}
         plain.load_state_dict(own, strict=False)
         assert isinstance(plain.project, Projection)
-        plain.project.set_columns(*self.couple(*self.project.columns()))
+        plain.project.set_columns(*self.couple(*self.project.read_columns()))
         return plain.train(self.training)
 
     def extra_repr(self) -> str:
         return self.spec.name
 
 
-def keeping_coupled() -> Any:
+def keep_coupled() -> Any:
     """For checkpoint: what the coupling's kernel gives is kept, since attention keeps it anyway, all else is not."""
     coupled = torch.ops.qklab.couple.default
 
@@ -141,23 +161,3 @@ def keeping_coupled() -> Any:
         return CheckpointPolicy.MUST_SAVE if op is coupled else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
-
-
-def remember(cache: Cache, k: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Everything the cache now holds: keys and, where they are separate, values."""
-    if v is None:
-        return cache.append(k)[0], None
-    keys, values = cache.append(k, v)
-    return keys, values
-
-
-def check_packing(shape: torch.Size, segments: Tensor | None, cache: Cache | None) -> None:
-    if cache is not None and not isinstance(cache, Cache):
-        raise ValueError(f"a layer's cache comes from its new_cache, but a {type(cache).__name__} came.")
-    if segments is None:
-        return
-    if cache is not None:
-        raise ValueError("segments and a cache exclude each other; decode packed texts as separate rows.")
-    if not isinstance(segments, Tensor) or segments.shape != shape or segments.is_floating_point():
-        came = f"{segments.dtype} {list(segments.shape)}" if isinstance(segments, Tensor) else type(segments).__name__
-        raise ValueError(f"segments must be a tensor of whole numbers of shape {list(shape)}, but {came} came.")

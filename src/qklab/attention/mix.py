@@ -1,58 +1,68 @@
 """Stage 5, mix: scores, softmax, and the weighted sum of values.
 
-A mix takes q [B, T, H, D], keys and values [B, S, G, D] and the layer's input x [B, T, width], and returns the heads'
-outputs [B, T, H, D]. `finish` is what remains to be done after stage 4 has taken its rotation back out.
+A mix takes q [B, T, H, D], the keys and values of all tokens and the layer's input x [B, T, width], and returns the
+heads' outputs [B, T, H, D]. `finish` is what remains to be done after stage 4 has taken its rotation back out.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qklab.attention.places import Places
+from qklab import register
+from qklab.attention.positions import Positions, rotate_every
+from qklab.attention.visibility import Visibility, render_mask, render_range
 from qklab.ops.decode import decode
 from qklab.ops.differential import differential, differential_v2
+from qklab.ops.norm import rms_norm
 
 if TYPE_CHECKING:
     from qklab.attention.spec import AttentionSpec
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, places: Places, bias: Tensor | None = None) -> Tensor:
-    """softmax(scale · q kᵀ + bias) v, masked as `places` says: q [B, T, H, ·], k, v [B, S, G, ·] → [B, T, H, ·].
+class KeyValue(NamedTuple):
+    """Keys and values [B, S, G, ·] of all tokens, as they are stored."""
+
+    key: Tensor
+    value: Tensor | None = None  # None: the key is the value, or its first `value_width` entries are
+    value_width: int | None = None
+    positions: Positions | None = None  # where the key is stored unturned, and turns when it is compared
+
+    def separate(self) -> tuple[Tensor, Tensor]:
+        """Keys as they are compared, and values."""
+        key = self.key if self.positions is None else rotate_every(self.key, self.positions)
+        value = self.key if self.value is None else self.value
+        return key, (value if self.value_width is None else value[..., : self.value_width])
+
+
+def attend(q: Tensor, stored: KeyValue, scale: float, visibility: Visibility, bias: Tensor | None = None) -> Tensor:
+    """softmax(scale · q kᵀ + bias) v over what is visible: q [B, T, H, ·] → [B, T, H, ·].
 
     Query head h reads key/value head ⌊h·G/H⌋.
     """
-    if places.cached and bias is None:
-        value, angles = (None, places.turns) if v is k else (v, None)
-        return decode(q, k, value, scale=scale, starts=places.starts, lengths=places.lengths, angles=angles)
-    if places.blocks is not None and bias is None:
+    if visibility.slots.cached and bias is None:
+        table = None if stored.positions is None else stored.positions.key_table
+        within = render_range(visibility)
+        width = stored.value_width
+        return decode(q, stored.key, stored.value, scale=scale, angles=table, value_width=width, **within)
+    k, v = stored.separate()
+    heads = (q.transpose(1, 2), k.to(q.dtype).transpose(1, 2), v.to(q.dtype).transpose(1, 2))
+    grouped = q.shape[2] != k.shape[2]
+    if visibility.blocks is not None and bias is None:
         from torch.nn.attention.flex_attention import flex_attention
 
-        o = flex_attention(
-            q.transpose(1, 2),
-            k.to(q.dtype).transpose(1, 2),
-            v.to(q.dtype).transpose(1, 2),
-            block_mask=places.blocks,
-            scale=scale,
-            enable_gqa=q.shape[2] != k.shape[2],
-        )
+        o = flex_attention(*heads, block_mask=visibility.blocks, scale=scale, enable_gqa=grouped)
         return o.transpose(1, 2)
-    mask = places.mask
+    mask = visibility.mask
     if bias is not None:
         bias = bias.to(q.dtype)
         mask = bias if mask is None else bias.masked_fill(~mask, -math.inf)
     o = F.scaled_dot_product_attention(
-        q.transpose(1, 2),
-        k.to(q.dtype).transpose(1, 2),
-        v.to(q.dtype).transpose(1, 2),
-        attn_mask=mask,
-        is_causal=places.causal,
-        scale=scale,
-        enable_gqa=q.shape[2] != k.shape[2],
+        *heads, attn_mask=mask, is_causal=visibility.triangle, scale=scale, enable_gqa=grouped
     )
     return o.transpose(1, 2)
 
@@ -84,30 +94,39 @@ def largest_logits(
     return torch.stack(largest).amax(0).float()
 
 
-class Softmax(nn.Module):
-    """o = softmax(q kᵀ/√D) v."""
+class Mix(nn.Module):
+    """What scores become, as other packages may extend it; as it is, plain attention."""
 
-    formula: ClassVar[str] = "o = softmax(q kᵀ/√D) v"
+    formula: ClassVar[str]
+    label: ClassVar[str | None] = None  # in the names of specs; None: the name it is registered under
     query_factor: ClassVar[int] = 1  # query heads per output head
+    pairs_heads: ClassVar[bool] = False  # whether heads go in pairs, so that their numbers must be even
+    has_gain: ClassVar[bool] = False  # whether `differential_gain` is a choice
 
     def __init__(self, spec: AttentionSpec, layer: int):
         super().__init__()
         self.scale = 1 / math.sqrt(spec.head_width)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, places: Places, bias: Tensor | None) -> Tensor:
-        return attend(q, k, v, self.scale, places, bias)
+    def forward(self, q: Tensor, stored: KeyValue, x: Tensor, visibility: Visibility, bias: Tensor | None) -> Tensor:
+        return attend(q, stored, self.scale, visibility, bias)
 
-    def keys_and_values(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """What stage 4 read from the cache → keys and values as the heads use them, [B, S, G, ·] each."""
-        return k, v
+    def keys_and_values(self, stored: KeyValue) -> tuple[Tensor, Tensor]:
+        """Keys and values as the heads use them, [B, S, G, ·] each."""
+        return stored.separate()
 
-    def largest_logits(self, q: Tensor, k: Tensor, places: Places, bias: Tensor | None) -> Tensor:
+    def largest_logits(self, q: Tensor, stored: KeyValue, visibility: Visibility, bias: Tensor | None) -> Tensor:
         """The largest score of every query head, among those that `forward` would use: [H]."""
-        k, _ = self.keys_and_values(k, k)
-        return largest_logits(q, k, self.scale, places.mask, places.causal, bias)
+        k, _ = self.keys_and_values(stored)
+        plain = visibility.triangle or (visibility.blocks is None and not visibility.slots.cached)
+        mask = visibility.mask if plain else render_mask(visibility)
+        return largest_logits(q, k, self.scale, mask, visibility.triangle, bias)
 
     def finish(self, o: Tensor) -> Tensor:
         return o
+
+    @classmethod
+    def formula_of(cls, spec: AttentionSpec) -> str:
+        return cls.formula
 
     @classmethod
     def parameters_of(cls, spec: AttentionSpec) -> int:
@@ -118,7 +137,16 @@ class Softmax(nn.Module):
         return 4 * context * spec.query_heads * spec.head_width
 
 
-class Differential(Softmax):
+@register.mix("softmax")
+class Softmax(Mix):
+    """o = softmax(q kᵀ/√D) v."""
+
+    formula = "o = softmax(q kᵀ/√D) v"
+    label = ""
+
+
+@register.mix("differential")
+class Differential(Mix):
     """v1: o = (softmax₁ − λ softmax₂) V for a pair of heads, V of width 2D; then RMSNorm per pair, times 1 − λ_init.
 
     λ = exp(λq1·λk1) − exp(λq2·λk2) + λ_init, λ_init = 0.8 − 0.6 exp(−0.3·layer). Key/value heads 2g and 2g+1 form a
@@ -126,6 +154,9 @@ class Differential(Softmax):
     """
 
     formula = "o = (softmax(q₁k₁ᵀ/√D) − λ softmax(q₂k₂ᵀ/√D)) [v₁;v₂] ; o ← (1−λ_init)·norm(o)"
+    label = "diff"
+    pairs_heads = True
+    has_gain = True
     eps: ClassVar[float] = 1e-5
 
     def __init__(self, spec: AttentionSpec, layer: int):
@@ -149,17 +180,16 @@ class Differential(Softmax):
         first, second = (self.query_lambdas * self.key_lambdas).sum(-1).exp().unbind()
         return first - second + self.lambda_init
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, places: Places, bias: Tensor | None) -> Tensor:
+    def forward(self, q: Tensor, stored: KeyValue, x: Tensor, visibility: Visibility, bias: Tensor | None) -> Tensor:
         def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attend(q, k, v, self.scale, places, bias)
+            return attend(q, KeyValue(k, v), self.scale, visibility, bias)
 
-        o = differential(q, k, v, self.weight(), plain)  # [B, T, H/2, 2D]
+        o = differential(q, *stored.separate(), self.weight(), plain)  # [B, T, H/2, 2D]
         return o.unflatten(-1, (2, -1)).flatten(2, 3)
 
     def finish(self, o: Tensor) -> Tensor:
         o = o.unflatten(2, (-1, 2)).flatten(3)  # [B, T, H/2, 2D]
-        gain = None if self.gain is None else self.gain.to(o.dtype)
-        o = F.rms_norm(o, o.shape[-1:], gain, self.eps) * (1 - self.lambda_init)
+        o = rms_norm(o, self.gain, self.eps) * (1 - self.lambda_init)
         return o.unflatten(-1, (2, -1)).flatten(2, 3)
 
     @classmethod
@@ -171,21 +201,23 @@ class Differential(Softmax):
         return 2 * context * spec.heads * (spec.head_width + 2 * spec.head_width)
 
 
-class DifferentialV2(Softmax):
+@register.mix("differential-v2")
+class DifferentialV2(Mix):
     """v2: 2H query heads over unchanged keys and values; o_h = a_2h − sigmoid(w_h·x) a_2h+1, λ per token and head."""
 
     formula = "o_h = softmax(q_2h kᵀ/√D) v − σ(w_h·x) softmax(q_2h+1 kᵀ/√D) v"
+    label = "diff-v2"
     query_factor = 2
 
     def __init__(self, spec: AttentionSpec, layer: int):
         super().__init__(spec, layer)
         self.weight = nn.Linear(spec.width, spec.heads, bias=False)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, places: Places, bias: Tensor | None) -> Tensor:
+    def forward(self, q: Tensor, stored: KeyValue, x: Tensor, visibility: Visibility, bias: Tensor | None) -> Tensor:
         def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attend(q, k, v, self.scale, places, bias)
+            return attend(q, stored, self.scale, visibility, bias)  # `stored` knows whether k is also v
 
-        return differential_v2(q, k, v, torch.sigmoid(self.weight(x)), plain)
+        return differential_v2(q, stored.key, stored.key, torch.sigmoid(self.weight(x)), plain)
 
     @classmethod
     def parameters_of(cls, spec: AttentionSpec) -> int:
@@ -196,7 +228,7 @@ class DifferentialV2(Softmax):
         return super().flops(spec, context) + 2 * spec.width * spec.heads
 
 
-class LatentSoftmax(Softmax):
+class LatentSoftmax(Mix):
     """MLA: softmax over q [B, T, H, D + d_rope] and the latent [B, S, 1, d_c + d_rope] = [c ; rotated shared key].
 
     Expanded: k^h = [W_uk^h c ; k_rope], v^h = W_uv^h c. Absorbed: q_nope W_uk^h is compared with c itself, and the
@@ -215,10 +247,10 @@ class LatentSoftmax(Softmax):
         self.up_key = nn.Linear(latent.kv_rank, spec.heads * spec.head_width, bias=False)
         self.up_value = nn.Linear(latent.kv_rank, spec.heads * spec.head_width, bias=False)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, places: Places, bias: Tensor | None) -> Tensor:
-        k = k.to(q.dtype)
-        form = self.absorbed if self.prefers_absorbed(q.shape[1], k.shape[1]) else self.expanded
-        return form(q, k, places)
+    def forward(self, q: Tensor, stored: KeyValue, x: Tensor, visibility: Visibility, bias: Tensor | None) -> Tensor:
+        stored = KeyValue(stored.key.to(q.dtype))
+        form = self.attend_absorbed if self.prefers_absorbed(q.shape[1], stored.key.shape[1]) else self.attend_expanded
+        return form(q, stored, visibility)
 
     def prefers_absorbed(self, queries: int, keys: int) -> bool:
         """Whether the absorbed form needs fewer multiply-adds for this many queries after a cached prefix."""
@@ -227,26 +259,22 @@ class LatentSoftmax(Softmax):
         absorbed = queries * keys * (2 * c + r) + queries * 2 * D * c
         return queries < keys and absorbed < expanded
 
-    def keys_and_values(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def keys_and_values(self, stored: KeyValue) -> tuple[Tensor, Tensor]:
         """The latent stands for both: [B, S, 1, d_c + d_rope] → keys [B, S, H, D + d_rope], values [B, S, H, D]."""
-        c, rope = k[..., 0, : self.kv_rank], k[..., self.kv_rank :]
+        c, rope = stored.key[..., 0, : self.kv_rank], stored.key[..., self.kv_rank :]
         key = self.up_key(c).unflatten(-1, (self.heads, -1))
         key = torch.cat([key, rope.expand(-1, -1, self.heads, -1)], -1)
         return key, self.up_value(c).unflatten(-1, (self.heads, -1))
 
-    def expanded(self, q: Tensor, latent: Tensor, places: Places) -> Tensor:
-        return attend(q, *self.keys_and_values(latent, latent), self.scale, places)
+    def attend_expanded(self, q: Tensor, stored: KeyValue, visibility: Visibility) -> Tensor:
+        return attend(q, KeyValue(*self.keys_and_values(stored)), self.scale, visibility)
 
-    def absorbed(self, q: Tensor, latent: Tensor, places: Places) -> Tensor:
+    def attend_absorbed(self, q: Tensor, stored: KeyValue, visibility: Visibility) -> Tensor:
         up_key = self.up_key.weight.unflatten(0, (self.heads, -1))  # [H, D, d_c]
         up_value = self.up_value.weight.unflatten(0, (self.heads, -1))
         nope = torch.einsum("bthd,hdc->bthc", q[..., : self.head_width], up_key)
         q = torch.cat([nope, q[..., self.head_width :]], -1)
-        if places.cached:
-            starts, lengths, width = places.starts, places.lengths, self.kv_rank
-            o = decode(q, latent, value_width=width, scale=self.scale, starts=starts, lengths=lengths)  # [B, T, H, d_c]
-        else:
-            o = attend(q, latent, latent[..., : self.kv_rank], self.scale, places)
+        o = attend(q, stored._replace(value_width=self.kv_rank), self.scale, visibility)  # [B, T, H, d_c]
         return torch.einsum("bthc,hdc->bthd", o, up_value)
 
     @classmethod
@@ -260,6 +288,3 @@ class LatentSoftmax(Softmax):
         assert latent is not None
         scores = context * spec.heads * (2 * spec.head_width + latent.rope_width)
         return 2 * (scores + 2 * latent.kv_rank * spec.heads * spec.head_width)
-
-
-MIXES: dict[str, type[Softmax]] = {"softmax": Softmax, "differential": Differential, "differential-v2": DifferentialV2}

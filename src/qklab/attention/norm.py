@@ -2,28 +2,70 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from qklab import register
+from qklab.ops.coupling import Norm
+from qklab.ops.norm import rms_norm
 
 if TYPE_CHECKING:
     from qklab.attention.spec import AttentionSpec
 
 
-class QKNorm(nn.Module):
+class Normalisation(nn.Module):
+    """What is done to queries and keys one by one; as it is, nothing."""
+
+    label: ClassVar[str | None] = None  # in the names of specs; None: the name it is registered under
+    fuses: ClassVar[bool] = False  # whether `operand` says all that `forward` does
+
+    def __init__(self, spec: AttentionSpec):
+        super().__init__()
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q [B, T, H, D], k [B, T, G, D] → the same shapes."""
+        return q, k
+
+    def operand(self) -> Norm | None:
+        """This norm for the operation that couples, normalises and rotates in one pass."""
+        return None
+
+    @classmethod
+    def formula_of(cls, spec: AttentionSpec) -> str:
+        return ""
+
+    @classmethod
+    def parameters_of(cls, spec: AttentionSpec) -> int:
+        return 0
+
+    @classmethod
+    def flops(cls, spec: AttentionSpec, context: int) -> int:
+        return 0
+
+
+@register.norm("none")
+class Unnormalised(Normalisation):
+    """Queries and keys as they are."""
+
+    label = ""
+    fuses = True
+
+
+@register.norm("qk")
+class QKNorm(Normalisation):
     """u ↦ g ⊙ u / √(mean(u²) + eps) over D, for q [B, T, H, D] and k [B, T, G, D]; gains [D] shared by all heads.
 
     Where the key is also the value only the query has a gain: a gain does not commute with RoPE, so the key's could not
     be taken back out of the value.
     """
 
-    formula = "q ← g_q ⊙ q/rms(q) ; k ← g_k ⊙ k/rms(k)"
-    formula_shared = "q ← g_q ⊙ q/rms(q) ; k ← k/rms(k)"
+    label = "qk-norm"
+    fuses = True
 
     def __init__(self, spec: AttentionSpec):
-        super().__init__()
+        super().__init__(spec)
         self.eps = spec.norm_eps
         self.query_gain = nn.Parameter(torch.ones(spec.head_width))
         self.key_gain = None if spec.key_is_value else nn.Parameter(torch.ones(spec.head_width))
@@ -33,18 +75,15 @@ class QKNorm(nn.Module):
             nn.init.ones_(gain)
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return self.normalised(q, self.query_gain), self.normalised(k, self.key_gain)
+        return rms_norm(q, self.query_gain, self.eps), rms_norm(k, self.key_gain, self.eps)
 
-    def normalised(self, u: Tensor, gain: Tensor | None) -> Tensor:
-        return F.rms_norm(u, u.shape[-1:], None if gain is None else gain.to(u.dtype), self.eps)
+    def operand(self) -> Norm:
+        return Norm(self.eps, self.query_gain, self.key_gain)
+
+    @classmethod
+    def formula_of(cls, spec: AttentionSpec) -> str:
+        return f"q ← g_q ⊙ q/rms(q) ; k ← {'' if spec.key_is_value else 'g_k ⊙ '}k/rms(k)"
 
     @classmethod
     def parameters_of(cls, spec: AttentionSpec) -> int:
         return spec.head_width * (1 if spec.key_is_value else 2)
-
-    @classmethod
-    def flops(cls, spec: AttentionSpec, context: int) -> int:
-        return 0
-
-
-NORMS: dict[str, type[QKNorm] | None] = {"none": None, "qk": QKNorm}

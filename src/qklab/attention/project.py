@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from qklab.ops.norm import rms_norm
 
 if TYPE_CHECKING:
     from qklab.attention.spec import AttentionSpec
@@ -51,14 +52,14 @@ class Projection(nn.Module):
     def formula_of(cls, spec: AttentionSpec) -> str:
         return cls.formula
 
-    def columns(self) -> tuple[Tensor, Tensor]:
+    def read_columns(self) -> tuple[Tensor, Tensor]:
         """W_q and W_k (a bias as one more column) as if each column were a token: [1, width (+1), heads, D]."""
-        k = self.heads(columns(self.key))
-        return (k if self.query is None else self.heads(columns(self.query))), k
+        k = self.heads(read_linear_columns(self.key))
+        return (k if self.query is None else self.heads(read_linear_columns(self.query))), k
 
     @torch.no_grad()
     def set_columns(self, q: Tensor, k: Tensor) -> None:
-        """Take W_q and W_k in the form `columns` gives them."""
+        """Take W_q and W_k in the form `read_columns` gives them."""
         assert self.query is not None
         for linear, columns in ((self.query, q), (self.key, k)):
             rows = columns.flatten(2)[0].mT  # [heads·D, width (+1)]
@@ -80,13 +81,13 @@ class Projection(nn.Module):
         return heads * spec.head_width
 
 
-def columns(linear: nn.Linear) -> Tensor:
+def read_linear_columns(linear: nn.Linear) -> Tensor:
     """The columns of a linear layer, its bias last: [1, inputs (+1), outputs]."""
     rows = linear.weight if linear.bias is None else torch.cat([linear.weight, linear.bias[:, None]], 1)
     return rows.mT[None]
 
 
-class Separate(Projection):
+class QueryKeyValue(Projection):
     """(Q,K,V): three matrices; G < H gives grouped-query, G = 1 multi-query attention."""
 
     tuple_name = "(Q,K,V)"
@@ -154,16 +155,16 @@ class Latent(nn.Module):
                 nn.init.ones_(gain)
 
     def forward(self, x: Tensor) -> Projected:
-        c_q = self.normalised(self.down_query(x), self.query_gain)
-        c = self.normalised(self.down_key_value(x), self.key_value_gain)
+        c_q = self.normalise(self.down_query(x), self.query_gain)
+        c = self.normalise(self.down_key_value(x), self.key_value_gain)
         q = self.up_query(c_q).unflatten(-1, (self.heads, -1))
         if self.rope_query is not None and self.rope_key is not None:
             q = torch.cat([q, self.rope_query(c_q).unflatten(-1, (self.heads, -1))], -1)
             c = torch.cat([c, self.rope_key(x)], -1)
         return q, c.unsqueeze(2), None
 
-    def normalised(self, latent: Tensor, gain: Tensor | None) -> Tensor:
-        return latent if gain is None else F.rms_norm(latent, latent.shape[-1:], gain.to(latent.dtype), self.eps)
+    def normalise(self, latent: Tensor, gain: Tensor | None) -> Tensor:
+        return latent if gain is None else rms_norm(latent, gain, self.eps)
 
     @classmethod
     def formula_of(cls, spec: AttentionSpec) -> str:
@@ -190,7 +191,7 @@ class Latent(nn.Module):
 
 
 PROJECTIONS: dict[str, type[Projection]] = {
-    "none": Separate,
+    "none": QueryKeyValue,
     "k=v": SharedKeyValue,
     "q=k": SharedQueryKey,
     "q=k=v": SharedAll,

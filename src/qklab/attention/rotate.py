@@ -1,7 +1,7 @@
-"""Stage 4, rotate: positions enter queries and keys, and a shared value is read back from the key.
+"""Stage 4, rotate: positions enter queries and keys.
 
-A rotation has three moments: `forward` turns the new q and k before the key is cached, `read` turns what the cache
-holds into keys and values, `undo` takes a rotation that came along with the value back out of the output.
+`forward` turns the new q and k before the key is stored; `undo` takes a rotation that came along with a value which is
+the key back out of the output. Whether the key is turned before it is stored is `turns_key`.
 """
 
 from __future__ import annotations
@@ -12,71 +12,37 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor, nn
 
-from qklab.attention.places import Angles, Places
+from qklab.attention.positions import Positions, rotate_new
 
 if TYPE_CHECKING:
     from qklab.attention.spec import AttentionSpec
-
-
-def turned(x: Tensor, angles: Angles | None, direction: float = 1.0) -> Tensor:
-    """R_p x: rotate the pairs (x_i, x_{i+r/2}) of the first r entries of x [B, T, heads, D]; −1.0 turns back."""
-    assert angles is not None
-    cos, sin = angles[0], direction * angles[1]
-    rotated = 2 * cos.shape[-1]
-    a, b = x[..., :rotated].unflatten(-1, (2, -1)).unbind(-2)
-    y = torch.stack([a * cos - b * sin, b * cos + a * sin], -2).flatten(-2).to(x.dtype)
-    return y if rotated == x.shape[-1] else torch.cat([y, x[..., rotated:]], -1)
-
-
-def placed(x: Tensor, places: Places, direction: float = 1.0) -> Tensor:
-    """R_p x [B, T, heads, D] at the new tokens' positions; −1.0 turns back.
-
-    Step by step through a cache, the host's time for each operation counts: x ⊙ (cos, cos) + swapped(x) ⊙ (−sin, sin).
-    """
-    if places.tables is None or places.tables[0].shape[-1] != x.shape[-1]:
-        return turned(x, places.angles, direction)
-    cos, sin = places.tables
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin, value=direction).to(x.dtype)
 
 
 class Unrotated(nn.Module):
     """No rotation: learned positions were added in the decoder, or there are none."""
 
     formula: ClassVar[str] = ""
+    turns_key: ClassVar[bool] = True  # False: the stored key is turned whenever it is compared
 
     def __init__(self, spec: AttentionSpec):
         super().__init__()
+        self.asymmetry = Asymmetry2D(spec) if spec.asymmetry_2d else None
 
-    def forward(self, q: Tensor, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
         """q [B, T, H, D], k [B, T, G, D] → the same shapes."""
-        angles, turns_key = self.turning(places)
-        if angles is not None:
-            q, k = placed(q, places), placed(k, places) if turns_key else k
-        return self.scaled(q), k
+        return q, k
 
-    def turning(self, places: Places) -> tuple[Angles | None, bool]:
-        """The angles by which `forward` turns q, and whether it turns k by them too."""
-        return None, False
-
-    def scaled(self, q: Tensor) -> Tensor:
-        """What `forward` does to the turned q."""
-        return q
-
-    def read(self, k: Tensor, v: Tensor | None, places: Places) -> tuple[Tensor, Tensor]:
-        """What is stored [B, S, G, D] → keys and values [B, S, G, D]."""
-        return k, (k if v is None else v)
-
-    def undo(self, o: Tensor, places: Places) -> Tensor:
+    def undo(self, o: Tensor, positions: Positions) -> Tensor:
         """o [B, T, H, D] → the same shape."""
         return o
 
-    def bias(self, places: Places) -> Tensor | None:
-        """What to add to the scores: [B, 1, T or 1, S], or nothing."""
-        return None
+    @classmethod
+    def formula_of(cls, spec: AttentionSpec) -> str:
+        return " ; ".join(filter(None, (cls.formula, Asymmetry2D.formula * spec.asymmetry_2d)))
 
     @classmethod
     def parameters_of(cls, spec: AttentionSpec) -> int:
-        return 0
+        return (Asymmetry2D.channels + spec.asymmetry_free_scale) * spec.asymmetry_2d
 
     @classmethod
     def flops(cls, spec: AttentionSpec, context: int) -> int:
@@ -88,8 +54,8 @@ class Rope(Unrotated):
 
     formula = "q_i ← R_i q_i ; k_j ← R_j k_j"
 
-    def turning(self, places: Places) -> tuple[Angles | None, bool]:
-        return places.angles, True
+    def forward(self, q: Tensor, k: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
+        return rotate_new(q, positions), rotate_new(k, positions) if self.turns_key else k
 
 
 class RopeOnce(Rope):
@@ -97,27 +63,15 @@ class RopeOnce(Rope):
 
     formula = "q_i ← R_i q_i ; k_j = v_j ← R_j k_j ; o_i ← R_i⁻¹ o_i"
 
-    def undo(self, o: Tensor, places: Places) -> Tensor:
-        return placed(o, places, -1.0)
+    def undo(self, o: Tensor, positions: Positions) -> Tensor:
+        return rotate_new(o, positions, inverse=True)
 
 
-class RopeOnRead(Unrotated):
+class RopeOnRead(Rope):
     """The unrotated key is stored and is the value; the key is rotated whenever it is read: o_i = Σ_j a_ij k_j."""
 
     formula = "q_i ← R_i q_i ; v_j = k_j ; k_j ← R_j k_j on reading"
-
-    def __init__(self, spec: AttentionSpec):
-        super().__init__(spec)
-        # differential attention's values are not its keys but pairs of them, and a bias keeps scores out of `decode`
-        self.left_to_mix = spec.mix != "differential" and not spec.asymmetry_2d
-
-    def turning(self, places: Places) -> tuple[Angles | None, bool]:
-        return places.angles, False
-
-    def read(self, k: Tensor, v: Tensor | None, places: Places) -> tuple[Tensor, Tensor]:
-        if self.left_to_mix and places.turns is not None and not self.training:
-            return k, k  # attention turns the keys of a cache as it reads them
-        return turned(k, places.key_angles), k
+    turns_key = False
 
 
 class RopeLatent(Unrotated):
@@ -129,12 +83,12 @@ class RopeLatent(Unrotated):
         super().__init__(spec)
         self.rotated_width = spec.rotated_width
 
-    def forward(self, q: Tensor, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
-        return self.tail_turned(q, places), self.tail_turned(k, places)
+    def forward(self, q: Tensor, k: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
+        return self.rotate_tail(q, positions), self.rotate_tail(k, positions)
 
-    def tail_turned(self, x: Tensor, places: Places) -> Tensor:
+    def rotate_tail(self, x: Tensor, positions: Positions) -> Tensor:
         head, tail = x[..., : -self.rotated_width], x[..., -self.rotated_width :]
-        return torch.cat([head, placed(tail, places)], -1)
+        return torch.cat([head, rotate_new(tail, positions)], -1)
 
 
 class Asymmetry2D(nn.Module):
@@ -159,47 +113,16 @@ class Asymmetry2D(nn.Module):
         if self.scale is not None:
             nn.init.ones_(self.scale)
 
-    def scaled(self, q: Tensor) -> Tensor:
-        """s q, so that scores q·k are scaled by s."""
-        return (q * (self.weight.sum() if self.scale is None else self.scale)).to(q.dtype)
-
-    def bias(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        """w·P_ij up to a constant per row: positions [B, T] → [B, 1, 1, T]."""
-        column = self.channels // 2
-        index = torch.arange(self.channels - column, device=positions.device)
+    def forward(self, q: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
+        """s q, so that scores q·k are scaled by s, and w·P_ij up to a constant per row [B or 1, 1, 1, T]."""
+        q = (q * (self.weight.sum() if self.scale is None else self.scale)).to(q.dtype)
+        column, dtype = self.channels // 2, self.weight.dtype
+        index = torch.arange(self.channels - column, device=q.device)
         precision = torch.promote_types(dtype, torch.float32)
         frequency = torch.exp(-math.log(10_000.0) * (index - index % 2).to(precision) / len(index))
-        angle = positions[:, :, None].to(precision) * frequency
+        angle = positions.index[:, :, None].to(precision) * frequency
         sinusoid = torch.where(index % 2 == 0, angle.sin(), angle.cos())
-        return (sinusoid * self.weight[column:]).sum(-1).to(dtype)[:, None, None, :]
-
-
-class Asymmetric(Unrotated):
-    """Any rotation, and the 2-D asymmetry on the scores that follow."""
-
-    def __init__(self, spec: AttentionSpec):
-        super().__init__(spec)
-        self.inner = rotation(spec)(spec)
-        self.asymmetry = Asymmetry2D(spec)
-
-    def turning(self, places: Places) -> tuple[Angles | None, bool]:
-        return self.inner.turning(places)
-
-    def scaled(self, q: Tensor) -> Tensor:
-        return self.asymmetry.scaled(q)
-
-    def read(self, k: Tensor, v: Tensor | None, places: Places) -> tuple[Tensor, Tensor]:
-        return self.inner.read(k, v, places)
-
-    def undo(self, o: Tensor, places: Places) -> Tensor:
-        return self.inner.undo(o, places)
-
-    def bias(self, places: Places) -> Tensor | None:
-        return self.asymmetry.bias(places.positions, self.asymmetry.weight.dtype)
-
-    @classmethod
-    def parameters_of(cls, spec: AttentionSpec) -> int:
-        return Asymmetry2D.channels + spec.asymmetry_free_scale
+        return q, (sinusoid * self.weight[column:]).sum(-1).to(dtype)[:, None, None, :]
 
 
 class LearnedPositions(nn.Module):
@@ -210,17 +133,16 @@ class LearnedPositions(nn.Module):
         self.weight = nn.Parameter(torch.empty(context, width))
         nn.init.normal_(self.weight, std=0.02)
 
-    def forward(self, places: Places) -> Tensor:
+    def forward(self, positions: Positions) -> Tensor:
         """Embeddings [B or 1, T, width] of the tokens' positions, which restart with every packed segment."""
-        return nn.functional.embedding(places.positions, self.weight)
+        return nn.functional.embedding(positions.index, self.weight)
 
 
 POSITIONS = ("rope", "learned", "none")
-KV_ROTATIONS: dict[str, type[Unrotated]] = {"once": RopeOnce, "on-read": RopeOnRead}
+KV_ROTATIONS: dict[str, type[Rope]] = {"once": RopeOnce, "on-read": RopeOnRead}
 
 
-def rotation(spec: AttentionSpec) -> type[Unrotated]:
-    """The rotation itself, without the 2-D asymmetry that may stand on top of it."""
+def choose_rotation(spec: AttentionSpec) -> type[Unrotated]:
     if spec.position != "rope":
         return Unrotated
     if spec.latent is not None:

@@ -1,23 +1,20 @@
 """AttentionSpec: one choice per stage, what it costs, and which choices go together."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 
+from qklab import register
 from qklab.attention.cache import cache_class
-from qklab.attention.couple import COUPLINGS
-from qklab.attention.force import FORCES
-from qklab.attention.mix import MIXES, LatentSoftmax, Softmax
-from qklab.attention.norm import NORMS, QKNorm
+from qklab.attention.couple import FORCES, Coupling
+from qklab.attention.mix import LatentSoftmax, Mix
+from qklab.attention.norm import Normalisation
 from qklab.attention.project import PROJECTIONS, Latent, Projection
-from qklab.attention.rotate import KV_ROTATIONS, POSITIONS, Asymmetric, Asymmetry2D, Unrotated, rotation
-from qklab.schema import Rule, Spec, choice, flag, part, real, whole
+from qklab.attention.rotate import KV_ROTATIONS, POSITIONS, Unrotated, choose_rotation
+from qklab.schema import Rule, Spec, boolean_field, choice_field, integer_field, number_field, spec_field
 
-CouplingKind = Literal["euler", "symplectic-euler", "leapfrog", "affine", "uncoupled", "linear"]
-Share = Literal["none", "k=v", "q=k", "q=k=v"]
-Mix = Literal["softmax", "differential", "differential-v2"]
-Sharing = Literal["per-layer", "per-head"]
+SHARINGS = ("per-layer", "per-head")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,38 +34,38 @@ class CouplingSpec(Spec):
         scale_limit: Largest |log scale| of affine.
     """
 
-    kind: CouplingKind = choice("leapfrog", COUPLINGS)
-    steps: int = whole(1, at_most=1000)
-    force: Literal["mlp", "gradient"] = choice("mlp", FORCES)
-    force_width: int | None = whole(None)
-    force_sharing: Sharing = choice("per-layer", ("per-layer", "per-head"))
-    step_size: float = real(1.0)
-    step_sharing: Sharing = choice("per-layer", ("per-layer", "per-head"))
-    init: Literal["default", "identity"] = choice("default", ("default", "identity"))
-    scale_limit: float = real(2.0, above=0.0)
+    kind: str = choice_field("leapfrog", register.coupling)
+    steps: int = integer_field(1, at_most=1000)
+    force: str = choice_field("mlp", FORCES)
+    force_width: int | None = integer_field(None)
+    force_sharing: str = choice_field("per-layer", SHARINGS)
+    step_size: float = number_field(1.0)
+    step_sharing: str = choice_field("per-layer", SHARINGS)
+    init: str = choice_field("default", ("default", "identity"))
+    scale_limit: float = number_field(2.0, above=0.0)
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             "force",
-            lambda c: c.force != "mlp" and c.force not in COUPLINGS[c.kind].forces,
+            lambda c: c.force != "mlp" and c.force not in c.mechanism.forces,
             lambda c: f"{c.kind} is not moved by a force that could be a gradient",
             lambda c: {"force": "mlp"},
         ),
         Rule(
             "force_width",
-            lambda c: c.force_width is not None and not COUPLINGS[c.kind].forces,
+            lambda c: c.force_width is not None and not c.mechanism.forces,
             lambda c: f"{c.kind} has no force and so no hidden width",
             lambda c: {"force_width": None},
         ),
         Rule(
             "force_width",
-            lambda c: c.force_width is not None and c.force_width % COUPLINGS[c.kind].nets,
-            lambda c: f"{c.kind} splits the width evenly between its {COUPLINGS[c.kind].nets} forces",
-            lambda c: {"force_width": c.force_width + -c.force_width % COUPLINGS[c.kind].nets},
+            lambda c: c.force_width is not None and c.force_width % c.mechanism.nets,
+            lambda c: f"{c.kind} splits the width evenly between its {c.mechanism.nets} forces",
+            lambda c: {"force_width": c.force_width + -c.force_width % c.mechanism.nets},
         ),
         Rule(
             "step_size",
-            lambda c: c.step_size != 1.0 and not COUPLINGS[c.kind].stepped,
+            lambda c: c.step_size != 1.0 and not c.mechanism.stepped,
             lambda c: f"{c.kind} has no step size",
             lambda c: {"step_size": 1.0},
         ),
@@ -80,17 +77,21 @@ class CouplingSpec(Spec):
         ),
         Rule(
             "step_sharing",
-            lambda c: c.step_sharing == "per-head" and not COUPLINGS[c.kind].stepped,
+            lambda c: c.step_sharing == "per-head" and not c.mechanism.stepped,
             lambda c: f"{c.kind} has no step size",
             lambda c: {"step_sharing": "per-layer"},
         ),
         Rule(
             "scale_limit",
-            lambda c: c.scale_limit != 2.0 and not COUPLINGS[c.kind].limited,
+            lambda c: c.scale_limit != 2.0 and not c.mechanism.limited,
             lambda c: f"{c.kind} has no scale that could be limited, only affine has",
             lambda c: {"scale_limit": 2.0},
         ),
     )
+
+    @property
+    def mechanism(self) -> type[Coupling]:
+        return register.coupling[self.kind]
 
     @property
     def name(self) -> str:
@@ -116,10 +117,10 @@ class LatentSpec(Spec):
         norm: RMSNorm on both latents.
     """
 
-    query_rank: int = whole()
-    kv_rank: int = whole()
-    rope_width: int = whole(at_least=0)
-    norm: bool = flag(True)
+    query_rank: int = integer_field()
+    kv_rank: int = integer_field()
+    rope_width: int = integer_field(at_least=0)
+    norm: bool = boolean_field(True)
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -185,25 +186,25 @@ class AttentionSpec(Spec):
         causal: Whether a token sees only itself and earlier ones.
     """
 
-    width: int = whole()
-    heads: int = whole(at_most=65_536)
-    kv_heads: int = whole(None, at_most=65_536)
-    head_width: int = whole(None)
-    bias: bool = flag(False)
-    share: Share = choice("none", PROJECTIONS)
-    latent: LatentSpec | None = part(LatentSpec, None)
-    coupling: CouplingSpec | None = part(CouplingSpec, None)
-    norm: Literal["none", "qk"] = choice("none", NORMS)
-    norm_eps: float = real(1e-6, above=0.0, at_most=1.0)
-    position: Literal["rope", "learned", "none"] = choice("rope", POSITIONS)
-    rope_base: float = real(10_000.0, above=1.0)
-    rope_fraction: float = real(1.0, above=0.0, at_most=1.0)
-    kv_rotation: Literal["once", "on-read"] = choice("once", KV_ROTATIONS)
-    asymmetry_2d: bool = flag(False)
-    asymmetry_free_scale: bool = flag(False)
-    mix: Mix = choice("softmax", MIXES)
-    differential_gain: bool = flag(True)
-    causal: bool = flag(True)
+    width: int = integer_field()
+    heads: int = integer_field(at_most=65_536)
+    kv_heads: int = integer_field(None, at_most=65_536)
+    head_width: int = integer_field(None)
+    bias: bool = boolean_field(False)
+    share: str = choice_field("none", PROJECTIONS)
+    latent: LatentSpec | None = spec_field(LatentSpec, None)
+    coupling: CouplingSpec | None = spec_field(CouplingSpec, None)
+    norm: str = choice_field("none", register.norm)
+    norm_eps: float = number_field(1e-6, above=0.0, at_most=1.0)
+    position: str = choice_field("rope", POSITIONS)
+    rope_base: float = number_field(10_000.0, above=1.0)
+    rope_fraction: float = number_field(1.0, above=0.0, at_most=1.0)
+    kv_rotation: str = choice_field("once", KV_ROTATIONS)
+    asymmetry_2d: bool = boolean_field(False)
+    asymmetry_free_scale: bool = boolean_field(False)
+    mix: str = choice_field("softmax", register.mix)
+    differential_gain: bool = boolean_field(True)
+    causal: bool = boolean_field(True)
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -251,20 +252,20 @@ class AttentionSpec(Spec):
         ),
         Rule(
             "mix",
-            lambda s: MIXES[s.mix].query_factor > 1 and not PROJECTIONS[s.share].own_query,
-            lambda s: f"share={s.share!r} makes the queries the keys, and differential-v2 needs twice as many queries",
-            lambda s: {"mix": "differential"},
+            lambda s: register.mix[s.mix].query_factor > 1 and not PROJECTIONS[s.share].own_query,
+            lambda s: f"share={s.share!r} makes the queries the keys, and {s.mix} needs more queries than keys",
+            lambda s: {"mix": "softmax"},
         ),
         Rule(
             "heads",
-            lambda s: s.mix == "differential" and s.heads % 2,
-            lambda s: "differential attention subtracts heads in pairs, so their number must be even",
+            lambda s: register.mix[s.mix].pairs_heads and s.heads % 2,
+            lambda s: f"{s.mix} attention takes heads in pairs, so their number must be even",
             lambda s: {"heads": s.heads + 1, "kv_heads": s.heads + 1 if s.kv_heads == s.heads else s.kv_heads},
         ),
         Rule(
             "kv_heads",
-            lambda s: s.mix == "differential" and s.kv_heads % 2,
-            lambda s: "differential attention pairs key heads, so their number must be even",
+            lambda s: register.mix[s.mix].pairs_heads and s.kv_heads % 2,
+            lambda s: f"{s.mix} attention pairs key heads, so their number must be even",
             lambda s: {"kv_heads": nearest_divisor(s.heads, s.kv_heads, even=True)},
         ),
         Rule(
@@ -311,7 +312,7 @@ class AttentionSpec(Spec):
         ),
         Rule(
             "differential_gain",
-            lambda s: not s.differential_gain and s.mix != "differential",
+            lambda s: not s.differential_gain and not register.mix[s.mix].has_gain,
             lambda s: "it is the gain of the norm in mix='differential'",
             lambda s: {"differential_gain": True},
         ),
@@ -329,7 +330,7 @@ class AttentionSpec(Spec):
     @property
     def query_heads(self) -> int:
         """Query heads that are compared with keys: heads, or twice that for differential-v2."""
-        return self.heads * MIXES[self.mix].query_factor
+        return self.heads * register.mix[self.mix].query_factor
 
     @property
     def rotated_width(self) -> int:
@@ -345,18 +346,22 @@ class AttentionSpec(Spec):
 
     @property
     def rotation(self) -> type[Unrotated]:
-        return Asymmetric if self.asymmetry_2d else rotation(self)
+        return choose_rotation(self)
 
     @property
-    def mixing(self) -> type[Softmax]:
-        return LatentSoftmax if self.latent is not None else MIXES[self.mix]
+    def normalisation(self) -> type[Normalisation]:
+        return register.norm[self.norm]
+
+    @property
+    def mixing(self) -> type[Mix]:
+        return LatentSoftmax if self.latent is not None else register.mix[self.mix]
 
     def stages(self) -> dict[str, Any]:
         """Stage name → the class chosen for it; None for a stage that does nothing."""
         return {
             "project": self.projection,
-            "couple": None if self.coupling is None else COUPLINGS[self.coupling.kind],
-            "normalise": NORMS[self.norm],
+            "couple": None if self.coupling is None else self.coupling.mechanism,
+            "normalise": self.normalisation,
             "rotate": self.rotation,
             "mix": self.mixing,
         }
@@ -387,32 +392,23 @@ class AttentionSpec(Spec):
             words += ["unnormed"] * (not self.latent.norm)
         words += [] if self.coupling is None else [self.coupling.name]
         words += [] if self.kv_heads == self.heads else ["mqa" if self.kv_heads == 1 else f"gqa{self.kv_heads}"]
-        words += ["qk-norm"] * (self.norm == "qk")
+        words += [self.norm if self.normalisation.label is None else self.normalisation.label]
         words += {"rope": [], "learned": ["learned"], "none": ["nope"]}[self.position]
         words += [f"rope {100 * self.rope_fraction:.4g} %"] * (self.rope_fraction != 1.0)
         words += [f"base {self.rope_base:g}"] * (self.rope_base != 10_000.0)
         words += [self.kv_rotation] * (self.kv_rotation != "once")
         words += ["2d" + "+s" * self.asymmetry_free_scale] * self.asymmetry_2d
-        words += {"softmax": [], "differential": ["diff"], "differential-v2": ["diff-v2"]}[self.mix]
+        mix = register.mix[self.mix].label
+        words += [self.mix if mix is None else mix]
         words += ["ungained"] * (not self.differential_gain)
         words += ["bias"] * self.bias + ["bidirectional"] * (not self.causal)
-        return " · ".join(words)
+        return " · ".join(filter(None, words))
 
     @property
     def formula(self) -> dict[str, str]:
         """Stage name → what it computes, in the notation of docs/mechanisms/; empty where it does nothing."""
-        couple = "" if self.coupling is None else COUPLINGS[self.coupling.kind].formula
-        if self.coupling is not None and self.coupling.steps > 1:
-            couple += f"   ({self.coupling.steps} times)"
-        norm = {"none": "", "qk": QKNorm.formula_shared if self.key_is_value else QKNorm.formula}[self.norm]
-        rotate = [rotation(self).formula] * bool(self.rotated_width) + [Asymmetry2D.formula] * self.asymmetry_2d
+        formulas = {name: "" if stage is None else stage.formula_of(self) for name, stage in self.stages().items()}
         if self.position == "learned":
-            rotate = ["x_p ← x_p + e_p before the first layer", *rotate]
-        return {
-            "project": self.projection.formula_of(self),
-            "couple": couple,
-            "normalise": norm,
-            "rotate": " ; ".join(rotate),
-            "mix": self.mixing.formula,
-            "output": "y = W_o o",
-        }
+            added = "x_p ← x_p + e_p before the first layer"
+            formulas["rotate"] = " ; ".join(filter(None, (added, formulas["rotate"])))
+        return formulas | {"output": "y = W_o o"}

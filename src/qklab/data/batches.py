@@ -1,8 +1,8 @@
 """Windows → tensors on the device, made ahead of the step that needs them; and the fixed windows of evaluation."""
 
-import queue
-import threading
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -27,16 +27,16 @@ class Batch(NamedTuple):
         moved = (None if tensor is None else tensor.to(device, non_blocking=True) for tensor in self)
         return Batch(*moved)  # pyright: ignore[reportArgumentType]
 
-    def pinned(self) -> "Batch":
+    def pin_memory(self) -> "Batch":
         return Batch(*(None if tensor is None else tensor.pin_memory() for tensor in self))  # pyright: ignore[reportArgumentType]
 
-    def parts(self, rows: int) -> list["Batch"]:
+    def micro_batches(self, rows: int) -> list["Batch"]:
         """Micro-batches of `rows` rows."""
         starts = range(0, len(self.ids), rows)
         return [Batch(*(None if t is None else t[i : i + rows] for t in self)) for i in starts]  # pyright: ignore[reportArgumentType]
 
 
-def batch_of(windows: Windows) -> Batch:
+def make_batch(windows: Windows) -> Batch:
     ids = torch.from_numpy(windows.ids)
     segments = None if windows.segments is None else torch.from_numpy(windows.segments[:, :-1].copy())
     return Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), segments)
@@ -48,40 +48,25 @@ class Batches:
     def __init__(self, order: Order, start: int, rank: int, world: int, device: torch.device, ahead: int = 4):
         order.samples(start, rank, world)  # raises here rather than in the thread
         self.order, self.rank, self.world, self.device = order, rank, world, device
-        self.ready: queue.Queue[Batch | BaseException] = queue.Queue(ahead)
-        self.closed = threading.Event()
-        self.thread = threading.Thread(target=self._make, args=(start,), name="batches", daemon=True)
-        self.thread.start()
+        self.thread = ThreadPoolExecutor(1, "batches")
+        self.ready = deque(self.thread.submit(self._prepare, step) for step in range(start, start + ahead))
+        self.following = start + ahead
 
-    def _make(self, step: int) -> None:
-        try:
-            while not self.closed.is_set():
-                batch = batch_of(self.order.rows(step, self.rank, self.world))
-                self._put(batch.pinned() if self.device.type == "cuda" else batch)
-                step += 1
-        except BaseException as error:
-            self._put(error)
-
-    def _put(self, item: "Batch | BaseException") -> None:
-        while not self.closed.is_set():
-            try:
-                self.ready.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-            break
+    def _prepare(self, step: int) -> Batch:
+        batch = make_batch(self.order.rows(step, self.rank, self.world))
+        return batch.pin_memory() if self.device.type == "cuda" else batch
 
     def __next__(self) -> Batch:
-        item = self.ready.get()
-        if isinstance(item, BaseException):
-            raise item
-        return item.to(self.device)
+        batch = self.ready.popleft().result()
+        self.ready.append(self.thread.submit(self._prepare, self.following))
+        self.following += 1
+        return batch.to(self.device)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def close(self) -> None:
-        self.closed.set()
-        self.thread.join()
+        self.thread.shutdown(cancel_futures=True)
 
 
 class EvaluationWindows:
@@ -94,7 +79,7 @@ class EvaluationWindows:
     def __len__(self) -> int:
         return -(-self.split.tokens // self.context)
 
-    def chosen(self, tokens: int | None) -> np.ndarray:
+    def select_windows(self, tokens: int | None) -> np.ndarray:
         """All windows, or evenly spread ones with about `tokens` targets."""
         if tokens is None or tokens >= self.split.tokens:
             return np.arange(len(self))

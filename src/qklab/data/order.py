@@ -26,24 +26,26 @@ class Windows(NamedTuple):
     segments: np.ndarray | None  # [B, T + 1] int64, counted from 0 in each row; None: the row is one text
 
 
-def mixed(x: np.ndarray) -> np.ndarray:
+def mix_bits(x: np.ndarray) -> np.ndarray:
     """SplitMix64's finaliser: uint64 → uint64, a bijection that scatters neighbours."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
-def key(*parts: int) -> np.ndarray:
+def combine_numbers(*numbers: int) -> np.ndarray:
     """One uint64 from several whole numbers, in order."""
     state = np.zeros(1, np.uint64)
-    for part in parts:
-        state = mixed(state + np.uint64(part % 2**64) + np.uint64(0x9E3779B97F4A7C15))
+    for number in numbers:
+        state = mix_bits(state + np.uint64(number % 2**64) + np.uint64(0x9E3779B97F4A7C15))
     return state
 
 
-def permutation(n: int, *parts: int) -> np.ndarray:
+def make_permutation(n: int, *numbers: int) -> np.ndarray:
     """A permutation of 0 … n−1 that depends on nothing but its arguments, whatever the version of numpy."""
-    scattered = mixed(key(*parts) + np.arange(1, n + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    scattered = mix_bits(
+        combine_numbers(*numbers) + np.arange(1, n + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    )
     return np.argsort(scattered, kind="stable")
 
 
@@ -115,23 +117,23 @@ class Order:
 
     def _documents(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """The epoch's order of documents, and where each begins in its stream."""
-        return shuffled_documents(self.split, self.seed, epoch)
+        return shuffle_documents(self.split, self.seed, epoch)
 
     def _windows(self, epoch: int) -> np.ndarray:
-        return shuffled_windows(self.per_epoch, self.seed, epoch)
+        return shuffle_windows(self.per_epoch, self.seed, epoch)
 
     def _offset(self, epoch: int) -> int:
         room = self.split.tokens - 1 - self.per_epoch * self.context
-        return int(key(self.seed, epoch, 2)[0]) % (room + 1)
+        return int(combine_numbers(self.seed, epoch, 2)[0]) % (room + 1)
 
 
 @lru_cache(maxsize=4)
-def shuffled_documents(split: Split, seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-    order = permutation(split.documents, seed, epoch, 0)
+def shuffle_documents(split: Split, seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    order = make_permutation(split.documents, seed, epoch, 0)
     lengths = np.diff(split.starts)[order]
     return order, np.concatenate([[0], np.cumsum(lengths)])
 
 
 @lru_cache(maxsize=8)
-def shuffled_windows(n: int, seed: int, epoch: int) -> np.ndarray:
-    return permutation(n, seed, epoch, 1)
+def shuffle_windows(n: int, seed: int, epoch: int) -> np.ndarray:
+    return make_permutation(n, seed, epoch, 1)

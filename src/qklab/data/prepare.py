@@ -5,39 +5,37 @@ Killed at any moment and run again, it goes on after the last finished shard and
 
 import contextlib
 import errno
-import fcntl
-import hashlib
-import json
 import os
 import re
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from qklab.data.plan import comparable, content_digest, planned, refuse_changed
-from qklab.data.progress import Progress
-from qklab.data.selection import Selected, Tally, selected
-from qklab.data.shards import FORMAT, MANIFEST, TOKENIZER, Corpus, manifest_hash
-from qklab.data.sources import SPLITS, Source, find_source, source_path
+from qklab.data.documents import SelectedDocument, Tally, select_documents
+from qklab.data.progress import ReportProgress, open_progress
+from qklab.data.scan import deciding_settings, digest_source, refuse_changed, scan_or_resume
+from qklab.data.shards import FORMAT, MANIFEST, TOKENIZER, UNFINISHED, Corpus, ShardWriter, hash_content
+from qklab.data.sources import SPLITS, Source, find_source, find_source_path
 from qklab.data.spec import DataError, DataSpec
-from qklab.data.tokenizer import Tokenizer, canonical
-from qklab.data.workers import Workers, processors
-from qklab.data.writing import UNFINISHED, ShardWriter, write_file
+from qklab.data.tokenizer import Tokenizer
+from qklab.data.workers import EncoderPool
+from qklab.runs.environment import count_cores
+from qklab.runs.files import lock_file, remove_temporaries, write_json
 
 BATCH_BYTES = 2**19
 FEW_BYTES = 2**21  # below this, starting processes takes longer than tokenising
 
 
-def prepare(
+def prepare_corpus(
     spec: DataSpec,
     *,
     data: str | os.PathLike[str] | None = None,
     out: str | os.PathLike[str] | None = None,
     workers: int | None = None,
-    progress: bool | Callable[[str, int, int], None] = False,
+    progress: bool | ReportProgress = False,
 ) -> Corpus:
     """The prepared corpus of `spec`, from the folder `out` (default: one in the cache) or made there now.
 
@@ -48,23 +46,22 @@ def prepare(
     if workers is not None and workers < 1:
         raise DataError(f"workers must be at least 1, but {workers} came.")
     data = Path(data) if data is not None else None
-    if spec.source != "stdlib" and not spec.source.startswith("hf:"):
-        path = source_path(spec.source, data)
-        if (path / MANIFEST).is_file():
-            return Corpus.open(path)
+    path = find_source_path(spec.source, data)
+    if path is not None and (path / MANIFEST).is_file():
+        return Corpus.open(path)
     source = find_source(spec.source, data)
     folder = Path(out) if out is not None else cache_folder(spec, source)
-    with Progress(progress) as report:
+    with open_progress(progress) as report:
         if (folder / MANIFEST).exists():
-            return finished(folder, spec, source, report)
+            return open_finished(folder, spec, source, report)
         try:
             if folder.exists() and any(folder.iterdir()) and not (folder / UNFINISHED).exists():
                 raise DataError(f"{folder} is not empty and holds no corpus; choose another folder (--out).")
             (folder / UNFINISHED).mkdir(parents=True, exist_ok=True)
-            with alone(folder, report):
+            with lock_folder(folder, report):
                 if (folder / MANIFEST).exists():
-                    return finished(folder, spec, source, report)
-                build(folder, spec, source, data, workers or processors(), report)
+                    return open_finished(folder, spec, source, report)
+                build_corpus(folder, spec, source, data, workers or count_cores(), report)
                 shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
         except OSError as error:
             raise DataError(
@@ -78,38 +75,42 @@ def cache_folder(spec: DataSpec, source: Source) -> Path:
     """Where a corpus is kept unless told otherwise; a changed source or spec gets another folder."""
     root = os.environ.get("QKLAB_CACHE")
     root = Path(root) if root else Path.home() / ".cache" / "qklab"
-    wanted = {**comparable(spec.to_dict()), "format": FORMAT, "source": source.listing()}
+    settings = {**deciding_settings(spec.to_dict()), "format": FORMAT, "source": source.list_contents()}
     name = re.sub(r"[^A-Za-z0-9]+", "-", spec.source).strip("-")[-40:] or "corpus"
-    return root / "corpora" / f"{name}-{hashlib.sha256(canonical(wanted)).hexdigest()[:12]}"
+    return root / "corpora" / f"{name}-{hash_content(settings)[:12]}"
 
 
 @contextlib.contextmanager
-def alone(folder: Path, report: Progress) -> Iterator[None]:
+def lock_folder(folder: Path, report: ReportProgress) -> Iterator[None]:
     """Only one process prepares a folder; others wait. The lock goes with its holder, even one that is killed."""
-    path, told = folder / UNFINISHED / "lock", False
+    path, waiting = folder / UNFINISHED / "lock", False
     while True:
         path.parent.mkdir(exist_ok=True)
-        with path.open("ab") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if not told:
-                    report.say(f"another process is preparing {folder}; waiting for it.")
-                    told = True
-                time.sleep(0.1)
-                continue
-            except OSError as error:
-                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-                    raise
-            if path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino:  # else its holder has finished
+        try:
+            lock = lock_file(path)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                raise
+            yield  # a file system without locks
+            return
+        if lock is None:
+            if not waiting:
+                report(f"another process is preparing {folder}; waiting for it.", 0, 0)
+                waiting = True
+            time.sleep(0.1)
+            continue
+        try:
+            if path.exists() and path.stat().st_ino == os.fstat(lock).st_ino:  # else its holder has finished
                 yield
                 return
+        finally:
+            os.close(lock)
 
 
-def finished(folder: Path, spec: DataSpec, source: Source, report: Progress) -> Corpus:
+def open_finished(folder: Path, spec: DataSpec, source: Source, report: ReportProgress) -> Corpus:
     """The corpus in `folder`, if it is the one that `spec` and `source` would make."""
     corpus = Corpus.open(folder)
-    there, wanted = comparable(corpus.manifest["spec"]), comparable(spec.to_dict())
+    there, wanted = deciding_settings(corpus.manifest["spec"]), deciding_settings(spec.to_dict())
     differing = [name for name in wanted if there.get(name) != wanted[name]]
     if differing:
         name = differing[0]
@@ -117,55 +118,59 @@ def finished(folder: Path, spec: DataSpec, source: Source, report: Progress) -> 
             f"{folder} holds a corpus prepared with {name}={there.get(name)!r}, but {name}={wanted[name]!r} is asked "
             "for; choose another folder (--out) or delete it."
         )
-    if corpus.manifest["source"]["files"] != source.listing():
-        refuse_changed(folder, corpus.manifest["source"]["sha256"], content_digest(source, spec, report))
+    if corpus.manifest["source"]["files"] != source.list_contents():
+        refuse_changed(folder, corpus.manifest["source"]["sha256"], digest_source(source, spec, report))
     shutil.rmtree(folder / UNFINISHED, ignore_errors=True)  # left where a kill came after the manifest
     return corpus
 
 
-def build(folder: Path, spec: DataSpec, source: Source, data: Path | None, workers: int, report: Progress) -> None:
-    for part in folder.glob("*.part"):
-        part.unlink()  # half-written when an earlier attempt was killed
-    plan = planned(folder, spec, source, data, report)
+def build_corpus(
+    folder: Path, spec: DataSpec, source: Source, data: Path | None, workers: int, report: ReportProgress
+) -> None:
+    for left in (folder, folder / UNFINISHED):
+        remove_temporaries(left)
+    plan = scan_or_resume(folder, spec, source, data, report)
     tokenizer = Tokenizer.load(folder / TOKENIZER)
     writers = {split: ShardWriter(folder, split, tokenizer.dtype, tokenizer.eot) for split in SPLITS}
     total = sum(counts["bytes"] for counts in plan["splits"].values())
     tally = Tally()
-    batches = to_encode(source, spec, writers, tally)
+    batches = batch_unfinished(source, spec, writers, tally)
     count = workers if total > FEW_BYTES else 1
-    with Workers(folder / TOKENIZER, count, tokenizer.dtype, tokenizer.encode) as pool:
+    with EncoderPool(folder / TOKENIZER, count) as pool:
         for (documents, done), tokens in pool.map(batches):
             for (split, size), ids in zip(documents, tokens, strict=True):
                 writers[split].add(ids, size)
-            report.update("tokenising", done, total)
+            report("tokenising", done, total)
     refuse_changed(folder, plan["sha256"], tally.digest.hexdigest())
     write_manifest(folder, spec, tokenizer, plan, {split: writer.finish() for split, writer in writers.items()})
 
 
-Batch = tuple[tuple[list[tuple[str, int]], int], list[bytes]]
+LabelledTexts = tuple[tuple[list[tuple[str, int]], int], list[bytes]]
 
 
-def to_encode(source: Source, spec: DataSpec, writers: dict[str, ShardWriter], tally: Tally) -> Iterator[Batch]:
+def batch_unfinished(
+    source: Source, spec: DataSpec, writers: dict[str, ShardWriter], tally: Tally
+) -> Iterator[LabelledTexts]:
     """Batches (((split, bytes) of each document, bytes so far), texts) of what is not in a finished shard yet."""
     ready = {split: writer.documents for split, writer in writers.items()}
-    waiting: list[Selected] = []
+    waiting: list[SelectedDocument] = []
+
+    def batch() -> LabelledTexts:
+        labels = [(document.split, len(document.raw)) for document in waiting]
+        return (labels, tally.bytes.total()), [document.raw for document in waiting]
+
     size = 0
-    for document in selected(source, spec, Counter()):
+    for document in select_documents(source, spec, Counter()):
         tally.add(document)
         if tally.documents[document.split] <= ready[document.split]:
             continue
         waiting.append(document)
         size += len(document.raw)
         if size >= BATCH_BYTES:
-            yield batch(waiting, tally)
+            yield batch()
             waiting, size = [], 0
     if waiting:
-        yield batch(waiting, tally)
-
-
-def batch(documents: list[Selected], tally: Tally) -> Batch:
-    labels = [(document.split, len(document.raw)) for document in documents]
-    return (labels, tally.bytes.total()), [document.raw for document in documents]
+        yield batch()
 
 
 def write_manifest(
@@ -188,9 +193,9 @@ def write_manifest(
     source = {key: plan[key] for key in ("name", "sha256", "empty_documents_skipped", "files")}
     manifest = {
         "format": FORMAT,
-        "hash": manifest_hash(content),
+        "hash": hash_content(content),
         "content": content,
         "source": source,
         "spec": spec.to_dict(),
     }
-    write_file(folder / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False).encode() + b"\n")
+    write_json(folder / MANIFEST, manifest)

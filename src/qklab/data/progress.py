@@ -2,65 +2,61 @@
 
 import sys
 import time
-from collections.abc import Callable
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 PLAIN_EVERY = 10.0
+ReportProgress = Callable[[str, int, int], None]  # what is done, bytes done, bytes in all; a sentence, 0, 0
 
 
-class Progress:
-    """`show` is True, False or a function of (what is done, bytes done, bytes in all; 0: not known)."""
+@contextmanager
+def open_progress(show: bool | ReportProgress) -> Iterator[ReportProgress]:
+    """`show` itself where it is a function; True shows progress on stderr."""
+    if callable(show):
+        yield show
+    elif not show:
+        yield lambda what, done, total: None
+    elif not sys.stderr.isatty():
+        yield PlainProgress()
+    else:
+        with show_bars() as report:
+            yield report
 
-    def __init__(self, show: bool | Callable[[str, int, int], None]):
-        self.call = show if callable(show) else None
-        self.live: Any = None
-        self.tasks: dict[str, Any] = {}
-        self.plain = show is True and not sys.stderr.isatty()
+
+@contextmanager
+def show_bars() -> Iterator[ReportProgress]:
+    from rich import progress
+    from rich.console import Console
+
+    columns = (progress.BarColumn, progress.DownloadColumn, progress.TransferSpeedColumn, progress.TimeRemainingColumn)
+    words = progress.TextColumn("{task.description}")
+    with progress.Progress(
+        words, *(column() for column in columns), console=Console(stderr=True), transient=True
+    ) as bars:
+        tasks: dict[str, progress.TaskID] = {}
+
+        def report(what: str, done: int, total: int) -> None:
+            if not done and not total:
+                bars.console.print(what, highlight=False)
+                return
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total or None)
+            bars.update(tasks[what], completed=done)
+
+        yield report
+
+
+class PlainProgress:
+    """Lines on stderr, with a rate and the time that is left."""
+
+    def __init__(self) -> None:
         self.begun: dict[str, tuple[float, int]] = {}
         self.last = 0.0
-        if show is True and not self.plain:
-            from rich import progress
-            from rich.console import Console
 
-            self.live = progress.Progress(
-                progress.TextColumn("{task.description}"),
-                progress.BarColumn(),
-                progress.DownloadColumn(),
-                progress.TransferSpeedColumn(),
-                progress.TimeRemainingColumn(),
-                console=Console(stderr=True),
-                transient=True,
-            )
-
-    def __enter__(self) -> Self:
-        if self.live:
-            self.live.start()
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self.live:
-            self.live.stop()
-
-    def say(self, sentence: str) -> None:
-        if self.live:
-            self.live.console.print(sentence, highlight=False)
-        elif self.plain:
-            print(sentence, file=sys.stderr, flush=True)
-        elif self.call:
-            self.call(sentence, 0, 0)
-
-    def update(self, what: str, done: int, total: int) -> None:
-        if self.call:
-            self.call(what, done, total)
-        elif self.live:
-            if what not in self.tasks:
-                self.tasks[what] = self.live.add_task(what, total=total or None)
-            self.live.update(self.tasks[what], completed=done)
-        elif self.plain:
-            self._line(what, done, total)
-
-    def _line(self, what: str, done: int, total: int) -> None:
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if not done and not total:
+            print(what, file=sys.stderr, flush=True)
+            return
         now = time.monotonic()
         begun, done_before = self.begun.setdefault(what, (now, done))  # what an earlier attempt did tells no rate
         if now == begun or now - max(self.last, begun) < PLAIN_EVERY:

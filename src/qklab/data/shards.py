@@ -15,16 +15,14 @@ import numpy as np
 
 from qklab.data.sources import SPLITS
 from qklab.data.spec import DataError
-from qklab.data.tokenizer import Tokenizer, canonical
+from qklab.data.tokenizer import Tokenizer, canonical_json
+from qklab.runs.files import hash_file, replace_file, write_bytes, write_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
-
-
-def file_hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+SHARD_TOKENS = 2**23
+UNFINISHED = "unfinished"
 
 
 class Split:
@@ -55,31 +53,14 @@ class Split:
         """Tokens `start` to `stop` of the stream, across shards, as an array of its own."""
         if not 0 <= start <= stop <= self.tokens:
             raise DataError(f"tokens {start} to {stop} were asked for, but the split has tokens 0 to {self.tokens}.")
-        out = np.empty(stop - start, self.dtype)
-        self._fill(out, start)
-        return out
-
-    def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Tokens starts[i] to starts[i] + length as rows [len(starts), length]."""
-        starts = np.asarray(starts, np.int64)
-        if len(starts) and not 0 <= int(starts.min()) <= int(starts.max()) <= self.tokens - length:
-            last = int(starts.max()) + length
-            raise DataError(
-                f"windows from {starts.min()} to {last} were asked for, but the split has tokens 0 to {self.tokens}."
-            )
-        out = np.empty((len(starts), length), self.dtype)
-        for row, start in zip(out, starts.tolist(), strict=True):
-            self._fill(row, start)
-        return out
-
-    def _fill(self, out: np.ndarray, start: int) -> None:
+        out, filled = np.empty(stop - start, self.dtype), 0
         shard = int(np.searchsorted(self.borders, start, side="right")) - 1
-        filled = 0
         while filled < len(out):
-            tokens, begin = self.shards[shard], start + filled - int(self.borders[shard])
-            part = tokens[begin : begin + len(out) - filled]
-            out[filled : filled + len(part)] = part
-            filled, shard = filled + len(part), shard + 1
+            begin = start + filled - int(self.borders[shard])
+            tokens = self.shards[shard][begin : begin + len(out) - filled]
+            out[filled : filled + len(tokens)] = tokens
+            filled, shard = filled + len(tokens), shard + 1
+        return out
 
 
 class Corpus:
@@ -117,17 +98,17 @@ class Corpus:
             raise DataError(f"{folder / MANIFEST} is damaged (no JSON); prepare the corpus again.") from None
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
             raise DataError(f"{folder / MANIFEST} is not of format {FORMAT}; prepare the corpus with this version.")
-        if manifest_hash(manifest.get("content")) != manifest.get("hash"):
+        if hash_content(manifest.get("content")) != manifest.get("hash"):
             raise DataError(f"{folder / MANIFEST} is damaged (its hash does not fit); prepare the corpus again.")
         corpus = cls(folder, manifest)
-        for path, size in corpus.files():
+        for path, size in corpus.list_files():
             actual = path.stat().st_size if path.exists() else None
             if actual != size:
                 came = "is missing" if actual is None else f"has {actual} bytes"
                 raise DataError(f"{path} {came}, but {size} were expected; prepare the corpus again.")
         return corpus
 
-    def files(self) -> list[tuple[Path, int]]:
+    def list_files(self) -> list[tuple[Path, int]]:
         """Shards and boundary files with the size each must have."""
         sizes = []
         for split in self.splits.values():
@@ -141,7 +122,7 @@ class Corpus:
             for record in [*split.record["shards"], split.record["starts"]]:
                 path = self.folder / record["file"]
                 try:
-                    actual = file_hash(path)
+                    actual = hash_file(path)
                 except OSError as error:
                     raise DataError(f"{path} cannot be read: {error.strerror}.") from error
                 if actual != record["sha256"]:
@@ -149,5 +130,88 @@ class Corpus:
         assert self.tokenizer.hash
 
 
-def manifest_hash(content: object) -> str:
-    return hashlib.sha256(canonical(content)).hexdigest()
+def hash_content(content: object) -> str:
+    return hashlib.sha256(canonical_json(content)).hexdigest()
+
+
+class ShardWriter:
+    """The shards of one split, of whole documents each; the document that takes one to `SHARD_TOKENS` closes it.
+
+    A shard counts once its record lies in `unfinished/`; a writer made later goes on after the last that counts.
+    """
+
+    def __init__(self, folder: Path, split: str, dtype: np.dtype, eot: int):
+        self.folder, self.split, self.dtype = folder, split, dtype
+        self.eot = np.array([eot], dtype)
+        self.records: list[dict[str, Any]] = []
+        while (record := self._read_record(len(self.records))) is not None:
+            self.records.append(record)
+        self.documents = sum(record["documents"] for record in self.records)
+        self._begin_shard()
+
+    def _begin_shard(self) -> None:
+        self.pieces: list[np.ndarray] = []
+        self.lengths: list[int] = []
+        self.tokens = self.bytes = 0
+
+    def _name(self, number: int) -> str:
+        return f"{self.split}-{number:05d}"
+
+    def _read_record(self, number: int) -> dict[str, Any] | None:
+        notes = self.folder / UNFINISHED / self._name(number)
+        try:
+            record = json.loads(notes.with_suffix(".json").read_bytes())
+            whole = hash_file(self.folder / record["file"]) == record["sha256"]
+            return record if whole and hash_file(notes.with_suffix(".lengths")) == record["lengths"] else None
+        except (OSError, ValueError, KeyError):
+            return None
+
+    def add(self, tokens: np.ndarray, size: int) -> None:
+        """A document of `size` bytes."""
+        self.pieces += [self.eot, tokens]
+        self.lengths.append(1 + len(tokens))
+        self.tokens += 1 + len(tokens)
+        self.bytes += size
+        if self.tokens >= SHARD_TOKENS:
+            self.close_shard()
+
+    def close_shard(self) -> None:
+        """End the shard with what it has, if it has anything."""
+        if not self.lengths:
+            return
+        name = self._name(len(self.records))
+        notes = self.folder / UNFINISHED / name
+        content = np.concatenate(self.pieces).tobytes()
+        lengths = np.array(self.lengths, "<i8").tobytes()
+        record = {
+            "file": f"{name}.bin",
+            "tokens": self.tokens,
+            "documents": len(self.lengths),
+            "bytes": self.bytes,
+            "sha256": hashlib.sha256(content).hexdigest(),
+            "lengths": hashlib.sha256(lengths).hexdigest(),
+        }
+        write_bytes(self.folder / record["file"], content)
+        write_bytes(notes.with_suffix(".lengths"), lengths)
+        write_json(notes.with_suffix(".json"), record)
+        self.records.append(record)
+        self._begin_shard()
+
+    def finish(self) -> dict[str, Any]:
+        """Write where documents begin; what the manifest says of the split."""
+        self.close_shard()
+        starts = self.folder / f"{self.split}.starts.bin"
+        total = 0
+        with replace_file(starts) as file:
+            for number in range(len(self.records)):
+                lengths = np.fromfile((self.folder / UNFINISHED / self._name(number)).with_suffix(".lengths"), "<i8")
+                ends = total + np.cumsum(lengths)
+                file.write((ends - lengths).astype("<i8").tobytes())
+                total = int(ends[-1])
+            file.write(np.array([total], "<i8").tobytes())
+        shards = [{key: value for key, value in record.items() if key != "lengths"} for record in self.records]
+        return {
+            **{count: sum(shard[count] for shard in shards) for count in ("tokens", "bytes", "documents")},
+            "shards": shards,
+            "starts": {"file": starts.name, "sha256": hash_file(starts)},
+        }

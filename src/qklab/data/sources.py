@@ -1,4 +1,8 @@
-"""Where documents come from: files and folders, the Python that runs this, or the Hugging Face hub."""
+"""Where documents come from: files and folders, the Python that runs this, the Hugging Face hub, or your own class.
+
+@register.source("poems")
+class Poems(Source): ...      # DataSpec(source="poems") or DataSpec(source="poems:ANYTHING") makes Poems of that name
+"""
 
 import os
 import re
@@ -10,9 +14,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qklab.data.reading import COMPRESSED, READERS, file_documents, file_kind, pieces
+from qklab import register
+from qklab.data.formats import COMPRESSED, READERS, detect_format, read_documents, split_long_text
 from qklab.data.spec import DataError
-from qklab.schema import suggestion
+from qklab.schema import suggest_name
 
 SPLITS = ("train", "valid", "test")
 SPLIT_NAME = re.compile(r"(train(?:ing)?|val(?:id(?:ation)?)?|dev|test)(?![a-z])", re.IGNORECASE)
@@ -35,25 +40,28 @@ class Source(ABC):
     """
 
     name: str
-    size: int  # the last position
+    size: int  # the last position of a document
     splits: frozenset[str] = frozenset()  # those the source itself keeps apart; empty where it assigns no document
 
-    @abstractmethod
-    def listing(self) -> list[list[Any]]:
-        """[name, size, time of change] of everything the source consists of; unchanged listing, unchanged source."""
+    def __init__(self, name: str):
+        self.name = name
 
     @abstractmethod
-    def documents(self) -> Iterator[Document]: ...
+    def list_contents(self) -> list[list[Any]]:
+        """[name, size, time of change] of everything the source consists of; unchanged list, unchanged source."""
+
+    @abstractmethod
+    def read_documents(self) -> Iterator[Document]: ...
 
 
-def split_named(name: str) -> str | None:
+def parse_split_name(name: str) -> str | None:
     """The split that a file or folder name such as train.0.txt, val-00.jsonl or test/ says, if any."""
     match = SPLIT_NAME.match(name)
     first = match[1].lower() if match else ""
     return next((split for split, starts in SPLIT_STARTS.items() if first.startswith(starts) and first), None)
 
 
-def stat_of(path: Path) -> os.stat_result:
+def stat_file(path: Path) -> os.stat_result:
     try:
         return path.stat()
     except OSError as error:
@@ -64,12 +72,12 @@ class Files(Source):
     """A file, or a folder with everything under it that can be read, by name."""
 
     def __init__(self, name: str, root: Path, paths: list[Path]):
-        self.name = name
+        super().__init__(name)
         inside = root if root.is_dir() else root.parent
         named = sorted((path.relative_to(inside).as_posix(), path) for path in paths)
-        splits = {relative: split_named(relative) for relative, _ in named}
-        told = {split for split in splits.values() if split}
-        if "train" not in told or len(told) < 2:
+        splits = {relative: parse_split_name(relative) for relative, _ in named}
+        named_splits = {split for split in splits.values() if split}
+        if "train" not in named_splits or len(named_splits) < 2:
             splits = dict.fromkeys(splits)
         elif None in splits.values():
             stray = next(relative for relative, split in splits.items() if split is None)
@@ -82,22 +90,23 @@ class Files(Source):
             ((splits[relative], relative, path) for relative, path in named),
             key=lambda file: (order.get(file[0] or "", 2), file[1]),
         )
-        self.size = sum(stat_of(path).st_size for _, _, path in self.files)
+        self.size = sum(stat_file(path).st_size for _, _, path in self.files)
         self.splits = frozenset(split for split, _, _ in self.files if split)
 
-    def listing(self) -> list[list[Any]]:
-        stats = [(relative, stat_of(path)) for _, relative, path in self.files]
+    def list_contents(self) -> list[list[Any]]:
+        stats = [(relative, stat_file(path)) for _, relative, path in self.files]
         return [[relative, stat.st_size, stat.st_mtime_ns] for relative, stat in stats]
 
-    def documents(self) -> Iterator[Document]:
+    def read_documents(self) -> Iterator[Document]:
         before = 0
         for split, _, path in self.files:
-            size = stat_of(path).st_size
-            for raw, position in file_documents(path):
+            size = stat_file(path).st_size
+            for raw, position in read_documents(path):
                 yield Document(raw, split, before + position)
             before += size
 
 
+@register.source("stdlib")
 class Stdlib(Source):
     """The text that Python itself brings: its library's source and documentation, and pydoc's language reference.
 
@@ -105,12 +114,14 @@ class Stdlib(Source):
     and so are the generated tables of `encodings` and `lib2to3`, which newer versions do not have.
     """
 
-    name = "stdlib"
     skipped = frozenset(
         {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings", "lib2to3"}
     )
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "stdlib"):
+        super().__init__(name)
+        if name != "stdlib":
+            raise DataError(f"the source stdlib takes nothing after its name, but {name} came.")
         self.root = Path(sysconfig.get_path("stdlib"))
         self.files: list[tuple[str, Path]] = []
         for folder, folders, names in os.walk(self.root):
@@ -122,10 +133,10 @@ class Stdlib(Source):
             raise DataError(f"this Python keeps no library source in {self.root}; give a file or folder as source.")
         self.size = sum(path.stat().st_size for _, path in self.files)
 
-    def listing(self) -> list[list[Any]]:
+    def list_contents(self) -> list[list[Any]]:
         return [["python", sys.version, 0], *([name, path.stat().st_size, 0] for name, path in self.files)]
 
-    def documents(self) -> Iterator[Document]:
+    def read_documents(self) -> Iterator[Document]:
         position = 0
         for _, path in self.files:
             raw = path.read_bytes()
@@ -143,26 +154,27 @@ class Stdlib(Source):
             yield Document(topics[topic].encode(), None, position)
 
 
+@register.source("hf")
 class HuggingFace(Source):
     """A dataset through `datasets`: "hf:NAME/CONFIG", "hf:OWNER/NAME/CONFIG" or "hf:OWNER/NAME"."""
 
     def __init__(self, name: str):
-        self.name = name
+        super().__init__(name)
         try:
             datasets = import_module("datasets")
         except ImportError:
             raise DataError(f"{name} is read through datasets, which is missing; pip install datasets.") from None
-        parts = name.removeprefix("hf:").split("/")
-        if not 1 <= len(parts) <= 3 or not all(parts):
+        words = name.removeprefix("hf:").split("/")
+        if not 1 <= len(words) <= 3 or not all(words):
             raise DataError(f"a source on the hub is written hf:NAME/CONFIG or hf:OWNER/NAME/CONFIG, but {name} came.")
         # "a/b" may be a dataset and its configuration or an owner and a dataset
-        readings = [["/".join(parts[:2]), *parts[2:]]]
-        if len(parts) == 2:
-            readings.insert(0, parts)
+        readings = [["/".join(words[:2]), *words[2:]]]
+        if len(words) == 2:
+            readings.insert(0, words)
         failures: list[str] = []
         for reading in readings:
             try:
-                self.parts = self.by_split(datasets.load_dataset(*reading))
+                self.tables = self.tables_by_split(datasets.load_dataset(*reading))
                 break
             except DataError:
                 raise
@@ -170,38 +182,38 @@ class HuggingFace(Source):
                 failures.append(str(error).split("\n")[0])
         else:
             raise DataError(f"{name} cannot be loaded: {'; '.join(dict.fromkeys(failures))}.")
-        self.splits = frozenset(self.parts) if len(self.parts) > 1 else frozenset()
-        self.size = sum(len(rows) for rows in self.parts.values())
+        self.splits = frozenset(self.tables) if len(self.tables) > 1 else frozenset()
+        self.size = sum(len(rows) for rows in self.tables.values())
 
-    def by_split(self, found: Any) -> dict[str, Any]:
-        parts = {split: found[key] for key in found if (split := split_named(str(key)))}
-        if "train" not in parts:
+    def tables_by_split(self, found: Any) -> dict[str, Any]:
+        tables = {split: found[key] for key in found if (split := parse_split_name(str(key)))}
+        if "train" not in tables:
             raise DataError(f"{self.name} has the splits {', '.join(map(str, found))}, but train is needed.")
-        for split, rows in parts.items():
+        for split, rows in tables.items():
             if "text" not in rows.column_names:
                 columns = ", ".join(rows.column_names)
                 raise DataError(f"{self.name} must have a column 'text', but its split {split} has {columns}.")
-        return {split: parts[split] for split in ("test", "valid", "train") if split in parts}
+        return {split: tables[split] for split in ("test", "valid", "train") if split in tables}
 
-    def listing(self) -> list[list[Any]]:
-        return [[split, len(rows), str(getattr(rows, "_fingerprint", ""))] for split, rows in self.parts.items()]
+    def list_contents(self) -> list[list[Any]]:
+        return [[split, len(rows), str(getattr(rows, "_fingerprint", ""))] for split, rows in self.tables.items()]
 
-    def documents(self) -> Iterator[Document]:
+    def read_documents(self) -> Iterator[Document]:
         position = 0
-        for split, rows in self.parts.items():
+        for split, rows in self.tables.items():
             for number, row in enumerate(rows, 1):
                 position += 1
-                for raw in pieces(row["text"], f"row {number} of {self.name}, split {split},"):
+                for raw in split_long_text(row["text"], f"row {number} of {self.name}, split {split},"):
                     yield Document(raw, split if self.splits else None, position)
 
 
-def data_folders(data: Path | None) -> list[Path]:
+def list_data_folders(data: Path | None) -> list[Path]:
     """Folders of corpora: the one given, then the one QKLAB_DATA names."""
     named = os.environ.get("QKLAB_DATA")
     return ([Path(data)] if data else []) + ([Path(named)] if named else [])
 
 
-def corpus_files(root: Path) -> list[Path]:
+def list_files(root: Path) -> list[Path]:
     """Everything readable under a folder, hidden files and folders left out."""
 
     def refuse(error: OSError) -> None:
@@ -210,13 +222,15 @@ def corpus_files(root: Path) -> list[Path]:
     paths = []
     for folder, folders, names in os.walk(root, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        paths += [Path(folder) / name for name in names if not name.startswith(".") and file_kind(Path(name))]
+        paths += [Path(folder) / name for name in names if not name.startswith(".") and detect_format(Path(name))]
     return paths
 
 
-def source_path(name: str, data: Path | None) -> Path:
-    """The file or folder that a source's name stands for."""
-    folders = data_folders(data)
+def find_source_path(name: str, data: Path | None) -> Path | None:
+    """The file or folder that a source's name stands for; None where a registered source has that name."""
+    if name.partition(":")[0] in register.source:
+        return None
+    folders = list_data_folders(data)
     tried = [Path(name).expanduser(), *(folder / name for folder in folders)]
     found = next((path for path in tried if os.path.exists(path)), None)  # False, too, for what can be no path
     if found is not None:
@@ -224,25 +238,23 @@ def source_path(name: str, data: Path | None) -> Path:
     missing = next((folder for folder in folders if not folder.is_dir()), None)
     if missing is not None:
         raise DataError(f"the folder of corpora {missing} does not exist (given by --data or QKLAB_DATA).")
-    known = ["stdlib", *sorted(path.name for folder in folders for path in folder.iterdir() if path.is_dir())]
+    known = [*register.source, *sorted(path.name for folder in folders for path in folder.iterdir() if path.is_dir())]
     where = (
         f", nor in {' or '.join(map(str, folders))}" if folders else "; --data or QKLAB_DATA names a folder of corpora"
     )
-    raise DataError(f"there is no source {name!r}{suggestion(name, known)}: no such file or folder here{where}.")
+    raise DataError(f"there is no source {name!r}{suggest_name(name, known)}: no such file or folder here{where}.")
 
 
 def find_source(name: str, data: Path | None = None) -> Source:
-    if name == "stdlib":
-        return Stdlib()
-    if name.startswith("hf:"):
-        return HuggingFace(name)
-    path = source_path(name, data)
+    path = find_source_path(name, data)
+    if path is None:
+        return register.source[name.partition(":")[0]](name)
     kinds = f"{', '.join(READERS)} (each also with {', '.join(suffix for suffix in COMPRESSED if suffix)})"
     if path.is_dir():
-        paths = corpus_files(path)
+        paths = list_files(path)
         if not paths:
             raise DataError(f"the folder {path} holds none of {kinds}.")
         return Files(name, path, paths)
-    if file_kind(path) is None:
+    if detect_format(path) is None:
         raise DataError(f"{path} is none of {kinds}.")
     return Files(name, path, [path])

@@ -1,10 +1,9 @@
 """What a corpus is made of: its source, its tokenizer, how it is split."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
-from qklab.schema import Spec, checked, suggestion, whole
+from qklab.schema import Spec, checked_field, integer_field, number_field, suggest_name, text_field
 
 TOKENIZERS = ("bytes", "bpe", "gpt2")
 
@@ -13,28 +12,10 @@ class DataError(ValueError):
     """A corpus that cannot be prepared, opened or read, told in one sentence."""
 
 
-def source_name(value: Any) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError("must be a file, a folder, 'stdlib', 'hf:NAME/CONFIG' or the name of a corpus")
-    return value
-
-
-def tokenizer_name(value: Any) -> str:
+def check_tokenizer_name(value: Any) -> str:
     if isinstance(value, str) and (value in TOKENIZERS or (value.startswith("gpt2:") and len(value) > 5)):
         return value
-    raise ValueError(f"must be 'bytes', 'bpe', 'gpt2' or 'gpt2:FOLDER'{suggestion(value, TOKENIZERS)}")
-
-
-def fraction(default: float, *, at_most: float = 0.5) -> Any:
-    """A share of the documents, from 0 to `at_most`."""
-
-    def check(value: Any) -> float:
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or not 0 <= value <= at_most:
-            raise ValueError(f"must be a number from 0 to {at_most:g}")
-        return float(value)
-
-    return checked(check, default)
+    raise ValueError(f"must be 'bytes', 'bpe', 'gpt2' or 'gpt2:FOLDER'{suggest_name(value, TOKENIZERS)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +26,9 @@ class DataSpec(Spec):
     the fraction `test`, chosen by a hash of each document's text. `limit_bytes` ends the training split there.
     """
 
-    source: str = checked(source_name, "stdlib")
-    tokenizer: str = checked(tokenizer_name, "bpe")
-    vocab: int = whole(4096, at_least=257, at_most=2**24)
-    valid: float = fraction(0.04)
-    test: float = fraction(0.02)
-    limit_bytes: int | None = whole(None, at_most=2**50)
+    source: str = text_field("stdlib")
+    tokenizer: str = checked_field(check_tokenizer_name, "bpe")
+    vocab: int = integer_field(4096, at_least=257, at_most=2**24)
+    valid: float = number_field(0.04, at_least=0, at_most=0.5)
+    test: float = number_field(0.02, at_least=0, at_most=0.5)
+    limit_bytes: int | None = integer_field(None, at_most=2**50)

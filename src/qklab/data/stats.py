@@ -19,23 +19,23 @@ PIECES, PIECE_BYTES = 256, 1024
 RAW_LZMA = [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 2**20}]
 
 
-def corpus_stats(corpus: Corpus, split: str = "train") -> dict[str, Any]:
+def measure_corpus(corpus: Corpus, split: str = "train") -> dict[str, Any]:
     """Counts of every split, and of `split` the document lengths and measures of heterogeneity (docs/data.md)."""
-    part = corpus.splits[split]
+    measured = corpus.splits[split]
     return {
         "hash": corpus.hash,
         "source": corpus.manifest["source"]["name"],
         "tokenizer": corpus.manifest["content"]["tokenizer"],
-        "splits": {name: counts(each) for name, each in corpus.splits.items()},
+        "splits": {name: count_split(each) for name, each in corpus.splits.items()},
         "measured": split,
-        "document_tokens": length_quantiles(part),
-        "divergence": divergence(part, corpus.tokenizer.vocab),
-        "vocabulary": vocabulary_growth(part, corpus),
-        "compression": concatenation_gain(part, corpus),
+        "document_tokens": length_quantiles(measured),
+        "divergence": divergence(measured, corpus.tokenizer.vocab),
+        "vocabulary": vocabulary_growth(measured, corpus),
+        "compression": concatenation_gain(measured, corpus),
     }
 
 
-def counts(split: Split) -> dict[str, Any]:
+def count_split(split: Split) -> dict[str, Any]:
     text_tokens = split.tokens - split.documents
     return {
         "tokens": split.tokens,
@@ -55,12 +55,12 @@ def length_quantiles(split: Split) -> dict[str, float] | None:
     return {f"{q:.0%}": float(x) for q, x in zip(QUANTILES, np.quantile(lengths, QUANTILES), strict=True)}
 
 
-def spread(split: Split, most: int, at_least: int = 1) -> np.ndarray:
+def sample_documents(split: Split, most: int, at_least: int = 1) -> np.ndarray:
     """Up to `most` documents of `at_least` tokens, evenly spaced over the split, in a shuffled order."""
     long_enough = np.flatnonzero(np.diff(split.starts) > at_least)
     number = min(most, len(long_enough))
-    chosen = long_enough[np.arange(number) * len(long_enough) // max(number, 1)]
-    return chosen[np.argsort(np.random.default_rng(0).random(len(chosen)), kind="stable")]
+    drawn = long_enough[np.arange(number) * len(long_enough) // max(number, 1)]
+    return drawn[np.argsort(np.random.default_rng(0).random(len(drawn)), kind="stable")]
 
 
 def jensen_shannon(p: np.ndarray, q: np.ndarray) -> float:
@@ -85,14 +85,14 @@ def divergence(split: Split, vocab: int) -> dict[str, Any] | None:
     divergence between small samples is in both and cancels in `gap`, their difference. "topic" tells all tokens apart;
     "style" only the `FREQUENT` most frequent (function words, punctuation, layout) and takes the others for one.
     """
-    chosen = spread(split, PAIRS, 2 * PART_TOKENS)
-    if len(chosen) < 8:
+    documents = sample_documents(split, PAIRS, 2 * PART_TOKENS)
+    if len(documents) < 8:
         return None
-    parts = np.stack([split.read(start + 1, start + 1 + 2 * PART_TOKENS) for start in split.starts[chosen].tolist()])
+    parts = np.stack([split.read(start + 1, start + 1 + 2 * PART_TOKENS) for start in split.starts[documents].tolist()])
     frequent = np.argsort(-np.bincount(parts.ravel(), minlength=vocab), kind="stable")[:FREQUENT]
     style = np.zeros(vocab, np.int64)
     style[frequent] = 1 + np.arange(len(frequent))
-    return {"documents": len(chosen), "topic": gap(parts), "style": gap(style[parts])}
+    return {"documents": len(documents), "topic": gap(parts), "style": gap(style[parts])}
 
 
 def gap(parts: np.ndarray) -> dict[str, dict[str, float]]:
@@ -104,9 +104,9 @@ def gap(parts: np.ndarray) -> dict[str, dict[str, float]]:
     return {name: mean_and_error(values) for name, values in measures.items()}
 
 
-def texts(split: Split, corpus: Corpus, chosen: np.ndarray) -> Iterator[bytes]:
+def read_texts(split: Split, corpus: Corpus, documents: np.ndarray) -> Iterator[bytes]:
     pieces = corpus.tokenizer.pieces
-    for document in chosen.tolist():
+    for document in documents.tolist():
         start, stop = (int(x) for x in split.starts[document : document + 2])
         yield b"".join(map(pieces.__getitem__, split.read(start + 1, stop).tolist()))
 
@@ -120,7 +120,7 @@ def vocabulary_growth(split: Split, corpus: Corpus) -> dict[str, Any] | None:
     seen: set[bytes] = set()
     curve: list[list[int]] = []
     words, point = 0, 1000
-    for raw in texts(split, corpus, spread(split, WORD_DOCUMENTS)):
+    for raw in read_texts(split, corpus, sample_documents(split, WORD_DOCUMENTS)):
         found = raw.split()
         while words + len(found) >= point:
             seen.update(found[: point - words])
@@ -138,7 +138,7 @@ def vocabulary_growth(split: Split, corpus: Corpus) -> dict[str, Any] | None:
     return {"words": words, "exponent": float(slope), "factor": float(np.exp(intercept)), "curve": curve}
 
 
-def compressed(raw: bytes) -> int:
+def compressed_size(raw: bytes) -> int:
     return len(lzma.compress(raw, format=lzma.FORMAT_RAW, filters=RAW_LZMA))
 
 
@@ -148,12 +148,12 @@ def concatenation_gain(split: Split, corpus: Corpus) -> dict[str, Any] | None:
     Pieces of one size, because a compressor gains on longer texts whatever they are.
     """
     pieces = []
-    for raw in texts(split, corpus, spread(split, 8 * PIECES)):
+    for raw in read_texts(split, corpus, sample_documents(split, 8 * PIECES)):
         if len(raw) >= PIECE_BYTES:
             pieces.append(raw[:PIECE_BYTES])
         if len(pieces) == PIECES:
             break
     if len(pieces) < 8:
         return None
-    apart, together = sum(map(compressed, pieces)), compressed(b"".join(pieces))
+    apart, together = sum(map(compressed_size, pieces)), compressed_size(b"".join(pieces))
     return {"documents": len(pieces), "apart": apart, "together": together, "gain": 1 - together / apart}

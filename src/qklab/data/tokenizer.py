@@ -4,22 +4,40 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
-from qklab.data.encoder import encoder, token_dtype
 from qklab.data.spec import DataError
+from qklab.runs.files import write_bytes
 
 FORMAT = 1
+END_OF_TEXT = "<|endoftext|>"
 GPT2_FILES = ("encoder.json", "vocab.bpe")
 
+# GPT-2's pattern never matches from a non-space into a space, so text may be cut there without changing a token.
+# The class is Unicode's White_Space, which is what the pattern's \s means; Python's \s has four more characters.
+SPACE = "\t\n\x0b\x0c\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+CHUNK = re.compile(f"[{SPACE}]*[^{SPACE}]+|[{SPACE}]+")
+# The pattern itself, for text that is ASCII.
+ASCII_PIECE = re.compile(
+    r"'(?:[sdmt]|ll|ve|re)| ?[A-Za-z]+| ?[0-9]+| ?[^\t-\r A-Za-z0-9]+|[\t-\r ]+(?![^\t-\r ])|[\t-\r ]+"
+)
+CACHED_CHUNKS = 2**18
+CACHED_LENGTH = 48
 
-def canonical(content: object) -> bytes:
+
+def canonical_json(content: object) -> bytes:
     """The one way a JSON value is written where its hash counts."""
     return json.dumps(content, ensure_ascii=False, sort_keys=True, separators=(",", ":")).encode()
+
+
+def token_dtype(vocab: int) -> np.dtype:
+    """Little-endian uint16 where it is enough, else uint32."""
+    return np.dtype("<u2" if vocab <= 2**16 else "<u4")
 
 
 @functools.cache
@@ -41,13 +59,16 @@ class Tokenizer:
         self.pieces = token_bytes(definition)
         self.vocab = len(self.pieces)
         self.eot = self.vocab - 1
-        self.hash = hashlib.sha256(canonical({"format": FORMAT, **definition})).hexdigest()
+        self.hash = hashlib.sha256(canonical_json({"format": FORMAT, **definition})).hexdigest()
         self.byte_lengths = np.array([len(piece) for piece in self.pieces], np.int64)
         self.dtype = token_dtype(self.vocab)
 
     @functools.cached_property
-    def encode_batch(self) -> Any:
-        return encoder(self.definition)
+    def encode_batch(self) -> Callable[[Sequence[str]], list[np.ndarray]]:
+        if self.definition["kind"] == "bytes":
+            return lambda texts: [np.frombuffer(text.encode(), np.uint8).astype(self.dtype) for text in texts]
+        tokens_of = ChunkCache(self.definition, self.dtype).__getitem__
+        return lambda texts: [np.frombuffer(b"".join(map(tokens_of, CHUNK.findall(x))), self.dtype) for x in texts]
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The tokens of each text, without end-of-text; `"<|endoftext|>"` in a text is text."""
@@ -57,13 +78,13 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of tokens; bytes that are no UTF-8 and numbers beyond the vocabulary become U+FFFD."""
-        numbers = [int(i) for i in ids]
-        shown = {self.eot: b"<|endoftext|>"}
-        raw = (shown.get(i) or (self.pieces[i] if 0 <= i < self.vocab else b"\xff") for i in numbers)
+        pieces = {self.eot: END_OF_TEXT.encode()}
+        numbers = map(int, ids)
+        raw = (pieces.get(i) or (self.pieces[i] if 0 <= i < self.vocab else b"\xff") for i in numbers)
         return b"".join(raw).decode(errors="replace")
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        Path(path).write_bytes(canonical({"format": FORMAT, **self.definition}) + b"\n")
+        write_bytes(Path(path), canonical_json({"format": FORMAT, **self.definition}) + b"\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -114,3 +135,63 @@ def token_bytes(definition: dict[str, Any]) -> list[bytes]:
     byte = byte_of_character()
     tokens = definition["tokens"]
     return [bytes(byte[character] for character in token) for token in tokens[:-1]] + [b""]
+
+
+def build_bpe(definition: dict[str, Any]) -> Any:
+    """The `tokenizers` object of a BPE definition: byte-level, GPT-2's pattern, no special tokens."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {token: i for i, token in enumerate(definition["tokens"])}
+    merges = [(left, right) for left, right in definition["merges"]]
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    return tokenizer
+
+
+def train_bpe(texts: Iterator[str], vocab: int) -> dict[str, Any]:
+    """The definition of a byte-level BPE with at most `vocab` tokens, end-of-text last, trained on `texts`."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab - 1, min_frequency=2, show_progress=False, initial_alphabet=alphabet, special_tokens=[]
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    model = json.loads(tokenizer.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+    return {"kind": "bpe", "tokens": [*tokens, END_OF_TEXT], "merges": merges}
+
+
+class ChunkCache(dict[str, bytes]):
+    """The tokens of chunks of text, as raw bytes. Most chunks of natural text are in it, which is what makes it fast.
+
+    When it is full it becomes the past, from which chunks that are met again come back; the rest is forgotten then.
+    """
+
+    def __init__(self, definition: dict[str, Any], dtype: np.dtype):
+        self.tokenizer, self.dtype = build_bpe(definition), dtype
+        self.past: dict[str, bytes] = {}
+
+    def __missing__(self, chunk: str) -> bytes:
+        if len(chunk) > CACHED_LENGTH:
+            return self.encode_chunk(chunk)
+        tokens = self.past.get(chunk)
+        if tokens is None:
+            pieces = ASCII_PIECE.findall(chunk) if chunk.isascii() else ()
+            tokens = b"".join(map(self.__getitem__, pieces)) if len(pieces) > 1 else self.encode_chunk(chunk)
+        if len(self) >= CACHED_CHUNKS:
+            self.past = dict(self)
+            self.clear()
+        self[chunk] = tokens
+        return tokens
+
+    def encode_chunk(self, chunk: str) -> bytes:
+        if chunk.isascii() and chunk.isprintable() and len(ASCII_PIECE.findall(chunk)) == 1:
+            # the model without what is around it takes half the time; it spells a space "Ġ"
+            ids = [token.id for token in self.tokenizer.model.tokenize(chunk.replace(" ", "Ġ"))]
+        else:
+            ids = self.tokenizer.encode(chunk, add_special_tokens=False).ids
+        return np.array(ids, self.dtype).tobytes()

@@ -4,6 +4,7 @@ Keys and values for (Q,K,V), one tensor for (Q,K=V), the latent for MLA. `genera
 `StaticCache` of Transformers; `own_layers` exchanges its layers, while they are empty, for those below.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -201,16 +202,16 @@ class QKLabCache(Cache):
 
     def __init__(self, config: Any, max_cache_len: int | None = None):
         spec = config.decoder_spec
-        super().__init__(layers=new_layers(spec.attention, spec.layers, max_cache_len))
+        super().__init__(layers=new_layers(spec.attentions, max_cache_len))
 
 
-def new_layers(spec: AttentionSpec, layers: int, max_cache_len: int | None) -> list[Any]:
+def new_layers(specs: Sequence[AttentionSpec], max_cache_len: int | None) -> list[Any]:
     if max_cache_len is None:
-        return [QKLabCacheLayer(spec) for _ in range(layers)]
-    return [QKLabStaticLayer(spec, max_cache_len) for _ in range(layers)]
+        return [QKLabCacheLayer(spec) for spec in specs]
+    return [QKLabStaticLayer(spec, max_cache_len) for spec in specs]
 
 
-def own_layers(past: Any, spec: AttentionSpec, layers: int) -> list[QKLabCacheLayer]:
+def own_layers(past: Any, specs: Sequence[AttentionSpec]) -> list[QKLabCacheLayer]:
     """The layers of a cache, after those of an empty `DynamicCache` or `StaticCache` have been exchanged for ours."""
     if not isinstance(past, Cache) or isinstance(past, EncoderDecoderCache):
         raise ValueError(
@@ -220,13 +221,13 @@ def own_layers(past: Any, spec: AttentionSpec, layers: int) -> list[QKLabCacheLa
     if past.offloading:
         raise ValueError(OFFLOADED)
     if not all(isinstance(layer, QKLabCacheLayer) for layer in past.layers) or not past.layers:
-        past.layers = new_layers(spec, layers, replaced_room(past))
+        past.layers = new_layers(specs, replaced_room(past))
         past.layer_class_to_replicate = None
     found = [layer for layer in past.layers if isinstance(layer, QKLabCacheLayer)]
-    if len(found) != layers or any(layer.spec != spec for layer in found):
+    if [layer.spec for layer in found] != list(specs):
         raise ValueError(
-            f"this cache was made for {len(found)} layers of {found[0].spec.name}, but the model has {layers} of "
-            f"{spec.name}; use qklab.hf.QKLabCache(model.config)."
+            f"this cache was made for {len(found)} layers of {found[0].spec.name}, but the model has {len(specs)} of "
+            f"{specs[0].name}; use qklab.hf.QKLabCache(model.config)."
         )
     return found
 

@@ -6,8 +6,9 @@ from typing import Any, ClassVar
 from transformers import GenerationConfig, PreTrainedConfig
 
 from qklab.attention.project import PROJECTIONS
+from qklab.attention.spec import AttentionSpec
 from qklab.model.spec import DecoderSpec
-from qklab.schema import shown, suggestion
+from qklab.schema import format_value, suggest_name
 
 # What Transformers' tools read, and what of the spec it is.
 DERIVED: dict[str, Callable[[DecoderSpec], Any]] = {
@@ -15,9 +16,9 @@ DERIVED: dict[str, Callable[[DecoderSpec], Any]] = {
     "hidden_size": lambda spec: spec.width,
     "intermediate_size": lambda spec: spec.hidden,
     "num_hidden_layers": lambda spec: spec.layers,
-    "num_attention_heads": lambda spec: spec.attention.heads,
-    "num_key_value_heads": lambda spec: spec.attention.kv_heads,
-    "head_dim": lambda spec: spec.attention.head_width,
+    "num_attention_heads": lambda spec: spec.pattern[0].heads,
+    "num_key_value_heads": lambda spec: spec.pattern[0].kv_heads,
+    "head_dim": lambda spec: spec.pattern[0].head_width,
     "max_position_embeddings": lambda spec: spec.context,
     "tie_word_embeddings": lambda spec: spec.tied,
 }
@@ -75,7 +76,7 @@ class QKLabConfig(PreTrainedConfig):
             given = self.__dict__.get(name)
             if given is not None and given != value(spec):
                 raise ValueError(
-                    f"{name}={shown(given)} came beside a spec in which it is {shown(value(spec))}; "
+                    f"{name}={format_value(given)} came beside a spec in which it is {format_value(value(spec))}; "
                     f"leave {name} out or change the spec."
                 )
         self.follow(spec)
@@ -93,12 +94,8 @@ class QKLabConfig(PreTrainedConfig):
         A latent's up-projections are not among them: decoding multiplies their weights into the queries and never
         calls the layers, so an adapter on them would be left out.
         """
-        attention = self.decoder_spec.attention
-        if attention.latent is not None:
-            rope = ["rope_query", "rope_key"] if attention.latent.rope_width else []
-            return ["down_query", "up_query", "down_key_value", *rope, "output"]
-        kind = PROJECTIONS[attention.share]
-        return [*["query"] * kind.own_query, "key", *["value"] * kind.own_value, "output"]
+        found = [name for spec in self.decoder_spec.pattern for name in name_projections(spec)]
+        return [*dict.fromkeys(found), "output"]
 
     def follow(self, spec: DecoderSpec) -> None:
         """Take this spec, and everything that follows from it."""
@@ -112,14 +109,22 @@ class QKLabConfig(PreTrainedConfig):
             self.follow(self.decoder_spec.replace(**{CHANGED[key]: value}))
         elif value != self.__dict__[key]:
             raise ValueError(
-                f"{key} follows from the spec and is {shown(self.__dict__[key])} there, but {shown(value)} came; "
-                "make a QKLabConfig from another spec."
+                f"{key} follows from the spec and is {format_value(self.__dict__[key])} there, but "
+                f"{format_value(value)} came; make a QKLabConfig from another spec."
             )
+
+
+def name_projections(spec: AttentionSpec) -> list[str]:
+    if spec.latent is not None:
+        rope = ["rope_query", "rope_key"] if spec.latent.rope_width else []
+        return ["down_query", "up_query", "down_key_value", *rope]
+    kind = PROJECTIONS[spec.share]
+    return [*["query"] * kind.own_query, "key", *["value"] * kind.own_value]
 
 
 def checked_mapping(spec: Any) -> Mapping[str, Any]:
     if not isinstance(spec, Mapping):
-        raise ValueError(f"spec must be a DecoderSpec or its dict, but {shown(spec)} came.")
+        raise ValueError(f"spec must be a DecoderSpec or its dict, but {format_value(spec)} came.")
     return spec
 
 
@@ -146,5 +151,5 @@ def refuse_unknown(kind: type[QKLabConfig], keys: Mapping[str, Any]) -> None:
         if key in known or key in settings or key.startswith("_"):
             continue
         inside = key in DecoderSpec.__dataclass_fields__
-        hint = " (it belongs to spec)" if inside else suggestion(key, known)
-        raise ValueError(f"QKLabConfig has no field {shown(key)}{hint}.")
+        hint = " (it belongs to spec)" if inside else suggest_name(key, known)
+        raise ValueError(f"QKLabConfig has no field {format_value(key)}{hint}.")

@@ -15,8 +15,8 @@ import torch
 from qklab.hf.local_tasks import PREFIX, TASKS, local_task
 from qklab.hf.scores import asked, rows
 from qklab.runs.directory import RunDirectory
-from qklab.runs.environment import commit, environment, installed
-from qklab.schema import suggestion
+from qklab.runs.environment import describe_environment, find_commit, find_version
+from qklab.schema import suggest_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -128,7 +128,7 @@ def own_tasks(manager: Any, name: str) -> list[Any]:
     if name not in manager.all_tasks:
         known = [*manager.all_tasks, *(PREFIX + task for task in TASKS)]
         raise ValueError(
-            f"there is no task {name!r}{suggestion(name, known)}; lm-eval ls tasks lists the harness's{here}."
+            f"there is no task {name!r}{suggest_name(name, known)}; lm-eval ls tasks lists the harness's{here}."
         )
     try:
         loaded = manager.load([name])
@@ -244,12 +244,14 @@ def evaluate_folder(
         found = found_tasks(tasks, data, fewshot)
         model, tokenizer, told = load(folder, which, device)
         scores = scored(model, tokenizer, found, limit, batch_size, fewshot, seed)
-    packages = {name: installed(name) for name in ("lm_eval", "datasets", "accelerate")}
-    machine = environment({"type": device} | ({"name": torch.cuda.get_device_name()} if device == "cuda" else {}))
+    packages = {name: find_version(name) for name in ("lm_eval", "datasets", "accelerate")}
+    machine = describe_environment(
+        {"type": device} | ({"name": torch.cuda.get_device_name()} if device == "cuda" else {})
+    )
     return {
         "format": FORMAT,
         "date": date.today().isoformat(),
-        "commit": commit(),
+        "commit": find_commit(),
         "environment": machine | {"packages": machine["packages"] | packages},
         "model": told | {"dtype": str(model.dtype).removeprefix("torch."), "parameters": model.num_parameters()},
         "settings": {

@@ -1,24 +1,22 @@
 """A run as a folder that Transformers loads: configuration, weights, tokenizer and a model card."""
 
-import os
 import shutil
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from qklab.data.encoder import byte_level
-from qklab.data.tokenizer import Tokenizer, byte_of_character
+from qklab.data.tokenizer import Tokenizer, build_bpe, byte_of_character
 from qklab.hf.config import QKLabConfig
 from qklab.hf.model import QKLabForCausalLM
 from qklab.model.decoder import Decoder
 from qklab.runs.directory import RunDirectory, RunError
-from qklab.runs.files import reason
-from qklab.train.checkpoint import Checkpoints, Found
+from qklab.runs.files import describe_os_error, rename_folder, write_text
+from qklab.train.checkpoint import Checkpoint
+from qklab.train.load import Which, find_checkpoint_of_run
 from qklab.train.spec import RunSpec
 
-Which = Literal["newest", "best"]
 END_OF_TEXT = "<|endoftext|>"
 
 
@@ -29,17 +27,19 @@ def export(run: Path | str, folder: Path | str, which: Which = "newest") -> Path
     """
     out, aside = Path(folder), Path(folder).with_name(f".{Path(folder).name}.tmp")
     refuse_occupied(out)
-    directory, spec, found = opened(run, which)
+    directory, spec, found = find_checkpoint_of_run(run, which)
     model, tokenizer = built(directory, spec, found)
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
-        (aside / "README.md").write_text(card(directory, spec, found, which), encoding="utf-8")
-        os.replace(aside, out)
+        write_text(aside / "README.md", card(directory, spec, found, which))
+        rename_folder(aside, out)
     except OSError as error:
-        raise RunError(f"the export to {out} could not be written: {reason(error)}; choose another folder.") from error
+        raise RunError(
+            f"the export to {out} could not be written: {describe_os_error(error)}; choose another folder."
+        ) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return out
@@ -47,26 +47,16 @@ def export(run: Path | str, folder: Path | str, which: Which = "newest") -> Path
 
 def to_transformers(run: Path | str, which: Which = "newest") -> tuple[QKLabForCausalLM, PreTrainedTokenizerFast]:
     """The model of a run's newest or best checkpoint, in evaluation mode, and its tokenizer, as Transformers' own."""
-    return built(*opened(run, which))
+    return built(*find_checkpoint_of_run(run, which))
 
 
-def opened(run: Path | str, which: Which) -> tuple[RunDirectory, RunSpec, Found]:
-    if which not in ("newest", "best"):
-        raise ValueError(f"which checkpoint must be 'newest' or 'best', but {which!r} came.")
-    directory = RunDirectory(run)
-    record = directory.read()
-    checkpoints = Checkpoints(directory.checkpoints_path, run=record["id"])
-    found = checkpoints.newest() if which == "newest" else checkpoints.best()
-    if found is None:
-        raise RunError(f"{directory.path} has no {'best ' * (which == 'best')}checkpoint yet.")
-    return directory, RunSpec.from_dict(record["spec"]), found
-
-
-def built(directory: RunDirectory, spec: RunSpec, found: Found) -> tuple[QKLabForCausalLM, PreTrainedTokenizerFast]:
+def built(
+    directory: RunDirectory, spec: RunSpec, found: Checkpoint
+) -> tuple[QKLabForCausalLM, PreTrainedTokenizerFast]:
     tokenizer = Tokenizer.load(directory.path / "tokenizer.json")
     end = tokenizer.eot
     config = QKLabConfig(spec=spec.model, bos_token_id=end, eos_token_id=end, pad_token_id=end)
-    weights = {name.removeprefix("model."): tensor for name, tensor in found.tensors("model.").items()}
+    weights = {name.removeprefix("model."): tensor for name, tensor in found.read_tensors("model.").items()}
     model = with_weights(config, weights)
     return model, fast_tokenizer(tokenizer, spec.model.context)
 
@@ -100,7 +90,7 @@ def fast_tokenizer(tokenizer: Tokenizer, context: int) -> PreTrainedTokenizerFas
         plain = Plain(models.BPE(vocab={**numbers, END_OF_TEXT: tokenizer.eot}, merges=[]))
         plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     else:
-        plain = byte_level(tokenizer.definition)
+        plain = build_bpe(tokenizer.definition)
     plain.decoder = decoders.ByteLevel()
     end = tokenizer.definition.get("tokens", [END_OF_TEXT])[-1]
     plain.add_special_tokens([AddedToken(end, special=True, normalized=False)])
@@ -126,7 +116,7 @@ def refuse_occupied(folder: Path) -> None:
         raise RunError(f"{folder} is not empty; choose a new folder for the export, or empty it first.")
 
 
-def card(directory: RunDirectory, spec: RunSpec, found: Found, which: Which) -> str:
+def card(directory: RunDirectory, spec: RunSpec, found: Checkpoint, which: Which) -> str:
     """README.md: what the model is, where it comes from, and how to load it."""
     record, summary = directory.read(), directory.summary()
     corpus = record["spec"]["corpus"]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qklab.schema import suggestion
+from qklab.schema import suggest_name
 
 PREFIX = "local-"
 Line = dict[str, Any]
@@ -192,7 +192,7 @@ def found(data: Path, name: str, file: str) -> Path:
         raise ValueError(f"{PREFIX}{name} reads {file}, but it is neither in {data} nor in a folder of it.")
     if not there:
         files = sorted(path.stem for path in data.rglob("*.jsonl"))
-        close = suggestion(PREFIX + name, [PREFIX + known for known in (*TASKS, *files)])
+        close = suggest_name(PREFIX + name, [PREFIX + known for known in (*TASKS, *files)])
         raise ValueError(
             f"{PREFIX}{name} is no known task and {file} is neither in {data} nor in a folder of it{close}; known are "
             f"{', '.join(PREFIX + task for task in TASKS)}."

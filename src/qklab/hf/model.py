@@ -17,12 +17,11 @@ from transformers.modeling_outputs import (
 from transformers.utils.generic import can_return_tuple
 
 from qklab.attention.mix import LatentSoftmax
-from qklab.attention.places import Places, locate
 from qklab.attention.rotate import LearnedPositions
 from qklab.hf.cache import QKLabCacheLayer, new_layers, own_layers
 from qklab.hf.config import QUANTISED, QKLabConfig
 from qklab.hf.padding import check_pieces, check_positions, check_shape, ends_in_padding, leading, note_padding, packed
-from qklab.model.decoder import Block, new_norm
+from qklab.model.decoder import Block, Located, call_block, locate_tokens, new_norm, run_blocks
 from qklab.model.initialise import initialise
 
 
@@ -87,7 +86,7 @@ class QKLabPreTrainedModel(PreTrainedModel):
         held = [] if past_key_values is None else past_key_values.layers
         layers = [layer for layer in held if isinstance(layer, QKLabCacheLayer)]
         if not layers:
-            layers = own_layers(past_key_values, config.decoder_spec.attention, config.decoder_spec.layers)
+            layers = own_layers(past_key_values, config.decoder_spec.attentions)
         if attention_mask is None or not layers[0].started:
             return attention_mask
         note_padding(layers, attention_mask)
@@ -102,8 +101,7 @@ class QKLabModel(QKLabPreTrainedModel):
         spec = config.decoder_spec
         self.spec = spec
         self.embed = nn.Embedding(spec.vocab, spec.width)
-        learned = spec.attention.position == "learned"
-        self.positions = LearnedPositions(spec.context, spec.width) if learned else None
+        self.positions = LearnedPositions(spec.context, spec.width) if spec.learns_positions else None
         self.dropout = nn.Dropout(spec.dropout) if spec.dropout else nn.Identity()
         self.blocks = nn.ModuleList(Block(spec, layer) for layer in range(spec.layers))
         self.norm = new_norm(spec)
@@ -140,43 +138,29 @@ class QKLabModel(QKLabPreTrainedModel):
                 "give one of input_ids and inputs_embeds, but " + ("none" if input_ids is None else "both") + " came."
             )
         x = self.embed(input_ids.long()) if input_ids is not None else cast(Tensor, inputs_embeds)
-        layers, past, places = self.begin(x, attention_mask, position_ids, past_key_values, use_cache)
-        if self.positions is not None:
-            x = x + self.positions(places)
-        x = self.dropout(x)
-        if torch.is_autocast_enabled(x.device.type) and x.dtype == torch.float32:
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        layers, past, located = self.begin(x, attention_mask, position_ids, past_key_values, use_cache)
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        states = [x] if wanted else []
-        checkpointed = self.gradient_checkpointing and self.training
+        states: list[Tensor] | None = [] if wanted else None
+        call = self._gradient_checkpointing_func if self.gradient_checkpointing and self.training else call_block
         eager = self.config._attn_implementation == "eager"
         with sdpa_kernel(SDPBackend.MATH) if eager else contextlib.nullcontext():
-            for block, layer in zip(self.blocks, layers or [None] * len(self.blocks), strict=True):
-                if checkpointed:
-                    x = self._gradient_checkpointing_func(block, x, places, None)
-                else:
-                    x = block(x, places, layer)
-                if wanted:
-                    states.append(x)
-        x = self.norm(x)
-        if wanted:
-            states[-1] = x
+            x = self.norm(run_blocks(self, x, located, layers, call, states))
         return BaseModelOutputWithPast(
             last_hidden_state=cast(Any, x),
             past_key_values=past,
-            hidden_states=cast(Any, tuple(states)) if wanted else None,
+            hidden_states=None if states is None else cast(Any, (*states, x)),
         )
 
     def begin(
         self, x: Tensor, mask: Tensor | None, positions: Tensor | None, past: Cache | None, use_cache: bool | None
-    ) -> tuple[list[QKLabCacheLayer] | None, Cache | None, Places]:
+    ) -> tuple[list[QKLabCacheLayer] | None, Cache | None, list[Located]]:
         """The layers of the cache, the cache itself, and where the tokens x [B, T, width] stand."""
         spec, (batch, tokens) = self.spec, x.shape[:2]
-        layers = None if past is None else own_layers(past, spec.attention, spec.layers)
+        layers = None if past is None else own_layers(past, spec.attentions)
         if layers is not None and layers[0].started:
             self.continues(layers, x, mask, positions)
             self.check_cache()
-            return layers, past, locate(spec.attention, x, None, layers[0].cache)
+            return layers, past, locate_tokens(spec.pattern, x, None, layers[0].cache)
         self.check_room(tokens)
         given = None
         if mask is not None and not torch.compiler.is_compiling():
@@ -193,7 +177,7 @@ class QKLabModel(QKLabPreTrainedModel):
                 )
             segments, use_cache = (segments, use_cache) if texts is None else (texts, False)
         if layers is None and self.makes_cache(use_cache):
-            layers = new_layers(spec.attention, spec.layers, None)
+            layers = new_layers(spec.attentions, None)
             past = Cache(layers=layers)
         if layers is not None:
             self.check_cache()
@@ -202,7 +186,7 @@ class QKLabModel(QKLabPreTrainedModel):
                 layer.pad(None if mask is None else leading(mask))
                 layer.right_padded = ends
             layers[0].seen = None if given is None else given.clone()
-        return layers, past, locate(spec.attention, x, segments, None)
+        return layers, past, locate_tokens(spec.pattern, x, segments, None)
 
     def continues(
         self, layers: list[QKLabCacheLayer], x: Tensor, mask: Tensor | None, positions: Tensor | None
@@ -234,17 +218,18 @@ class QKLabModel(QKLabPreTrainedModel):
         if self.training and self.gradient_checkpointing:
             return False
         if use_cache is None:
-            return self.config.use_cache and self.spec.attention.causal and not self.training
+            return self.config.use_cache and self.spec.causal and not self.training
         return use_cache
 
     def check_cache(self) -> None:
         """Raise where this model cannot fill a cache or decode from it."""
         if self.training and self.gradient_checkpointing:
             raise ValueError("gradient checkpointing runs each layer twice and so cannot fill a cache; leave it out.")
-        if not self.spec.attention.causal:
+        if not self.spec.causal:
             raise ValueError("only a causal model can use a cache, but this one was built with causal=False.")
-        mix = cast(Block, self.blocks[0]).attention.mix
-        if isinstance(mix, LatentSoftmax) and not all(type(up) is nn.Linear for up in (mix.up_key, mix.up_value)):
+        mixes = [cast(Block, block).attention.mix for block in self.blocks]
+        ups = [up for mix in mixes if isinstance(mix, LatentSoftmax) for up in (mix.up_key, mix.up_value)]
+        if not all(type(up) is nn.Linear for up in ups):
             raise ValueError(
                 "decoding from a latent reads the weights of up_key and up_value themselves, but an adapter lies on "
                 "them; merge it first, or train one on config.lora_targets."
@@ -264,7 +249,7 @@ class QKLabForCausalLM(QKLabPreTrainedModel, GenerationMixin):
 
     def __init__(self, config: QKLabConfig):
         super().__init__(config)
-        if not config.decoder_spec.attention.causal:
+        if not config.decoder_spec.causal:
             raise ValueError(
                 "a language model is causal, but the spec says causal=False; use QKLabForSequenceClassification, or "
                 "QKLabModel for the hidden states."

@@ -1,6 +1,7 @@
 """A decoder language model around the attention layer."""
 
-from typing import Literal, get_args
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -9,8 +10,10 @@ from torch.utils.checkpoint import checkpoint
 
 from qklab.attention.cache import Cache
 from qklab.attention.layer import Attention
-from qklab.attention.places import Places
+from qklab.attention.positions import Positions, find_positions, find_slots
 from qklab.attention.rotate import LearnedPositions
+from qklab.attention.spec import AttentionSpec
+from qklab.attention.visibility import Visibility, find_visibility
 from qklab.model.generate import check_ids, generate
 from qklab.model.initialise import initialise
 from qklab.model.spec import DecoderSpec
@@ -67,14 +70,68 @@ class Block(nn.Module):
     def __init__(self, spec: DecoderSpec, layer: int):
         super().__init__()
         self.attention_norm = new_norm(spec)
-        self.attention = Attention(spec.attention, layer)
+        self.attention = Attention(spec.attention_of(layer), layer)
         self.mlp_norm = new_norm(spec)
         self.mlp = MLPS[spec.mlp](spec)
         self.dropout = nn.Dropout(spec.dropout) if spec.dropout else nn.Identity()
 
-    def forward(self, x: Tensor, places: Places, cache: Cache | None) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), cache=cache, places=places))
+    def forward(self, x: Tensor, positions: Positions, visibility: Visibility, cache: Cache | None) -> Tensor:
+        y = self.attention(self.attention_norm(x), cache=cache, positions=positions, visibility=visibility)
+        x = x + self.dropout(y)
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+Located = tuple[Positions, Visibility]
+
+
+def locate_tokens(
+    pattern: Sequence[AttentionSpec], x: Tensor, segments: Tensor | None, cache: Cache | None
+) -> list[Located]:
+    """Positions and visibility of the tokens x [B, T, width] for each spec of the pattern.
+
+    What several specs have in common is found once. `cache` is the first layer's; all are filled alike.
+    """
+    slots = find_slots(x, segments, cache)
+    positions: dict[Any, Positions] = {}
+    visibility: dict[Any, Visibility] = {}
+    located = []
+    for spec in pattern:
+        turn, sight = (spec.rotated_width, spec.rope_base, spec.kv_rotation), (spec.causal, spec.head_width)
+        if turn not in positions:
+            positions[turn] = find_positions(spec, slots, x.dtype)
+        if sight not in visibility:
+            visibility[sight] = find_visibility(spec, slots, x)
+        located.append((positions[turn], visibility[sight]))
+    return located
+
+
+def call_block(block: nn.Module, *given: Any) -> Tensor:
+    return block(*given)
+
+
+def run_blocks(
+    model: Any,
+    x: Tensor,
+    located: list[Located],
+    caches: Sequence[Any] | None = None,
+    call: Callable[..., Tensor] = call_block,
+    states: list[Tensor] | None = None,
+) -> Tensor:
+    """Embeddings x [B, T, width] → what the last block gives, through the positions, dropout and blocks of a model.
+
+    `call` runs a block, or runs it so that its insides are computed again; what goes into each is added to `states`.
+    """
+    if model.positions is not None:
+        x = x + model.positions(located[0][0])
+    x = model.dropout(x)
+    if torch.is_autocast_enabled(x.device.type) and x.dtype == torch.float32:
+        # the residual stream too: half the bytes for every addition and norm of every layer
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    for layer, block in enumerate(model.blocks):
+        if states is not None:
+            states.append(x)
+        x = call(block, x, *located[layer % len(located)], None if caches is None else caches[layer])
+    return x
 
 
 class DecoderCache(list[Cache]):
@@ -121,8 +178,7 @@ class Decoder(nn.Module):
         self.spec = spec
         seed = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
         self.embed = nn.Embedding(spec.vocab, spec.width)
-        learned = spec.attention.position == "learned"
-        self.positions = LearnedPositions(spec.context, spec.width) if learned else None
+        self.positions = LearnedPositions(spec.context, spec.width) if spec.learns_positions else None
         self.dropout = nn.Dropout(spec.dropout) if spec.dropout else nn.Identity()
         self.recomputes_layers = False
         self.blocks = nn.ModuleList(Block(spec, layer) for layer in range(spec.layers))
@@ -144,20 +200,15 @@ class Decoder(nn.Module):
         """ids [B, T] → what the output matrix sees [B, T, width], for losses that never form all logits."""
         self.check(ids, cache)
         x = self.embed(ids.long())
-        places = self.attention(0).locate(x, segments, None if cache is None else cache[0])
-        if self.positions is not None:
-            x = x + self.positions(places)
-        x = self.dropout(x)
-        if torch.is_autocast_enabled(x.device.type) and x.dtype == torch.float32:
-            # the residual stream too: half the bytes for every addition and norm of every layer
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        located = locate_tokens(self.spec.pattern, x, segments, None if cache is None else cache[0])
         again = self.recomputes_layers and cache is None and torch.is_grad_enabled()
-        for layer, block in enumerate(self.blocks):
-            if again:
-                x = checkpoint(block, x, places, None, use_reentrant=False, preserve_rng_state=self.spec.dropout > 0)
-            else:
-                x = block(x, places, None if cache is None else cache[layer])
-        return self.norm(x)
+        return self.norm(run_blocks(self, x, located, cache, self.call_again if again else call_block))
+
+    def call_again(self, block: nn.Module, *given: Any) -> Tensor:
+        """Run a block of which only the inputs are kept; all else is computed again in the backward pass."""
+        result = checkpoint(block, *given, use_reentrant=False, preserve_rng_state=self.spec.dropout > 0)
+        assert isinstance(result, Tensor)
+        return result
 
     def recompute(self, what: Recompute) -> None:
         """What backward passes compute again instead of keeping it, for less memory and the same gradients.
@@ -209,11 +260,15 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def fold(self) -> "Decoder":
         """A model without coupling and with the same logits, where the coupling is `linear` (see `Attention.fold`)."""
-        layers = [self.attention(layer).fold() for layer in range(self.spec.layers)]
-        plain = Decoder(self.spec.replace(attention=layers[0].spec), seed=0).to(self.embed.weight)
-        plain.load_state_dict(self.state_dict(), strict=False)
+        layers = [self.attention(layer) for layer in range(self.spec.layers)]
+        if any(attention.couple is not None for attention in layers):
+            layers = [attention if attention.couple is None else attention.fold() for attention in layers]
+        else:
+            layers[0].fold()  # says why not
+        plain = Decoder(self.spec.replace(attention=tuple(layer.spec for layer in layers)), seed=0)
+        plain.to(self.embed.weight).load_state_dict(self.state_dict(), strict=False)
         for block, attention in zip(plain.blocks, layers, strict=True):
-            block.attention = attention
+            block.attention.load_state_dict(attention.state_dict())
         return plain.train(self.training)
 
     generate = generate

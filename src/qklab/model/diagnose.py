@@ -1,50 +1,62 @@
 """What the attention of a decoder does on a batch: one number per quantity, layer and softmax.
 
-The five stages are run by hand and eagerly, one layer at a time, so a compiled training step next to it stays as it
-is, and memory at that of one layer's scores. docs/probes.md says how to read each quantity.
+The model's own forward runs eagerly and tells, layer by layer, what its stages gave; a compiled training step next to
+it stays as it is, and memory at that of one layer's scores. docs/probes.md says how to read each quantity.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qklab.attention.layer import Attention
-from qklab.attention.mix import LatentSoftmax
-from qklab.attention.parts import Parts, at_queries, exact, product, take_apart
-from qklab.attention.places import Places, triangle
-from qklab.attention.project import Latent, Projection, columns
-from qklab.model.decoder import Block, Decoder
+from qklab.attention.mix import KeyValue, LatentSoftmax
+from qklab.attention.positions import Positions
+from qklab.attention.project import Latent, Projection, read_linear_columns
+from qklab.attention.visibility import Visibility, render_mask
+from qklab.model.decoder import Decoder
 
 
 @dataclass(frozen=True)
 class Logits:
-    """The scores of every layer before any mask, as the product they are: `queries` · `keys`ᵀ, scale included."""
+    """The scores of every layer before any mask, as the product they are: `queries` · `keys`ᵀ, scale included.
+
+    Where layers differ in heads or widths, the smaller ones are filled up with zeros.
+    """
 
     queries: Tensor  # [layers, B, T, H, E]
     keys: Tensor  # [layers, B, T, G, E]
 
     def of_layer(self, index: int) -> Tensor:
         """[B, H, T, T]."""
-        return product(self.queries[index], self.keys[index])
+        return multiply_heads(self.queries[index], self.keys[index])
 
 
 class Diagnosis(dict[str, Tensor]):
-    """Quantity → [layers, H], NaN where the mechanism has no such quantity.
+    """Quantity → [layers, H], NaN where the mechanism has no such quantity, or the layer no such head.
 
-    H counts softmaxes: twice the heads for differential-v2. What belongs to a key head stands at each of its queries.
+    H counts softmaxes: more than the heads where a mix has several for each. What belongs to a key head stands at each
+    of its queries.
     """
 
     def __init__(
-        self, table: Mapping[str, Tensor], layers: list[int], logits: Logits, visible: Tensor, maps: Tensor | None
+        self,
+        table: Mapping[str, Tensor],
+        layers: list[int],
+        heads: list[int],
+        logits: Logits,
+        visible: Tensor,
+        maps: Tensor | None,
     ):
         super().__init__(table)
         self.layers = layers
+        self.heads = heads  # of each layer
         self.logits = logits
-        self.visible = visible  # [B, 1, T, T], True where a query may attend
+        self.visible = visible  # [layers, B, 1, T, T], True where a query may attend
         self.maps = maps  # [layers, B, H, T, T]
 
 
@@ -64,43 +76,126 @@ def diagnose(
     model.check(ids, None)
     if ids.numel() == 0:
         raise ValueError(f"a diagnosis needs at least one token, but ids of shape {list(ids.shape)} came.")
-    chosen = checked(layers, model.spec.layers)
-    rows, compared, kept = [], [], []
-    with undisturbed(model, ids.device):
-        embedded = model.embed(ids.long())
-        places = model.attention(0).locate(embedded, segments)
-        visible, positions = sees(places, ids.shape), places.positions.expand(ids.shape)
-        for attention, x in inputs(model, embedded, places, chosen):
-            parts = take_apart(attention, x, places)
-            weights, row = from_scores(product(*parts.compared), visible, positions)
-            rows.append(row | from_vectors(attention, parts) | from_parameters(attention))
-            compared.append(parts.compared)
-            kept += [weights] * maps
-        queries, keys = (torch.stack(tensors) for tensors in zip(*compared, strict=True))
-        table = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-        table |= from_spectrum(singular_values(queries, keys))
-    return Diagnosis(table, chosen, Logits(queries, keys), visible, torch.stack(kept) if maps else None)
+    recorders = [Recorder(model.attention(layer), maps) for layer in check_layers(layers, model.spec.layers)]
+    with evaluating_exactly(model, ids.device), recording(recorders):
+        model.features(ids, segments=segments)
+        logits = stack_logits([recorder.compared for recorder in recorders])
+        table = {name: stack([recorder.row[name] for recorder in recorders], torch.nan) for name in recorders[0].row}
+        table |= from_spectrum(singular_values(logits.queries, logits.keys))
+    return Diagnosis(
+        table,
+        layers=[recorder.attention.layer for recorder in recorders],
+        heads=[recorder.attention.spec.query_heads for recorder in recorders],
+        logits=logits,
+        visible=torch.stack([recorder.visible for recorder in recorders]),
+        maps=stack([recorder.weights for recorder in recorders], 0.0) if maps else None,
+    )
+
+
+class Recorder:
+    """Listens to the stages of one layer and keeps what is measured of them."""
+
+    row: dict[str, Tensor]  # quantity → [H]
+    compared: tuple[Tensor, Tensor]  # scores = q kᵀ
+    visible: Tensor  # [B, 1, T, T]
+    weights: Tensor  # [B, H, T, T]
+
+    def __init__(self, attention: Attention, keeps_weights: bool):
+        self.attention = attention
+        self.keeps_weights = keeps_weights
+        self.stages: dict[str, Any] = {}
+
+    def __call__(self, stage: str, *given: Any) -> None:
+        self.stages[stage] = given
+        if stage == "mix":
+            self.measure(*given)
+            self.stages.clear()
+
+    def measure(
+        self, q: Tensor, stored: KeyValue, bias: Tensor | None, positions: Positions, visibility: Visibility
+    ) -> None:
+        mix, shape = self.attention.mix, q.shape[:2]
+        k, _ = mix.keys_and_values(stored)
+        self.compared = factor_scores(mix.scale * raise_precision(q), raise_precision(k), bias)
+        self.visible = render_mask(visibility).expand(shape[0], 1, -1, -1)
+        weights, row = from_scores(multiply_heads(*self.compared), self.visible, positions.index.expand(shape))
+        self.row = row | from_vectors(self.attention, self.stages) | from_parameters(self.attention)
+        if self.keeps_weights:
+            self.weights = weights
+
+
+@contextmanager
+def recording(recorders: list[Recorder]) -> Iterator[None]:
+    try:
+        for recorder in recorders:
+            recorder.attention.recorder = recorder
+        yield
+    finally:
+        for recorder in recorders:
+            recorder.attention.recorder = None
+
+
+def stack(tensors: list[Tensor], fill: float) -> Tensor:
+    """[…] each → [layers, …], smaller ones filled up at the end of every axis."""
+    largest = [max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors), strict=True)]
+    if all(list(tensor.shape) == largest for tensor in tensors):
+        return torch.stack(tensors)
+    stacked = tensors[0].new_full((len(tensors), *largest), fill)
+    for target, tensor in zip(stacked, tensors, strict=True):
+        target[tuple(slice(size) for size in tensor.shape)] = tensor
+    return stacked
+
+
+def stack_logits(compared: list[tuple[Tensor, Tensor]]) -> Logits:
+    if len({(q.shape, k.shape) for q, k in compared}) > 1:  # a head's key is then no longer found by its number
+        compared = [(q, repeat_for_queries(k, q)) for q, k in compared]
+    queries, keys = (stack(list(side), 0.0) for side in zip(*compared, strict=True))
+    return Logits(queries, keys)
+
+
+def raise_precision(tensor: Tensor) -> Tensor:
+    """In float32 or better."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def factor_scores(q: Tensor, k: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """q', k' with q'k'ᵀ = q kᵀ + bias. A bias b_j per column is one more entry: 1 · b_j."""
+    if bias is None:
+        return q, k
+    assert bias.shape[1:3] == (1, 1), "only a bias per column keeps the scores a product of queries and keys"
+    column = bias.to(k.dtype).permute(0, 3, 1, 2).expand(*k.shape[:3], 1)  # [B, S, G, 1]
+    return torch.cat([q, torch.ones_like(q[..., :1])], -1), torch.cat([k, column], -1)
+
+
+def repeat_for_queries(k: Tensor, q: Tensor) -> Tensor:
+    """Key heads repeated for every query head that reads them: [B, T, G, ·] → [B, T, H, ·]."""
+    return k.repeat_interleave(q.shape[2] // k.shape[2], 2)
+
+
+def multiply_heads(q: Tensor, k: Tensor) -> Tensor:
+    """[B, T, H, E], [B, S, G, E] → [B, H, T, S]."""
+    return q.transpose(1, 2) @ repeat_for_queries(k, q).permute(0, 2, 3, 1)
 
 
 @torch.no_grad()
 def logit_change(before: Logits, after: Diagnosis) -> dict[str, Tensor]:
     """How far the logits of visible pairs have moved: root mean square and largest, [layers, H] each."""
-    now, hidden, pairs = after.logits, ~after.visible, after.visible.sum()
+    now = after.logits
     if (before.queries.shape, before.keys.shape) != (now.queries.shape, now.keys.shape):
         raise ValueError(
             "logits can only be compared on one batch and for models of one shape, but queries "
             f"{list(before.queries.shape)} came first and {list(now.queries.shape)} later."
         )
     mean, largest = [], []
-    with torch.autocast(hidden.device.type, enabled=False):
-        for layer in range(len(now.queries)):
-            change = (now.of_layer(layer) - before.of_layer(layer)).masked_fill(hidden, 0.0)
-            mean.append((change.square().sum((0, 2, 3)) / pairs).sqrt())
+    with torch.autocast(now.queries.device.type, enabled=False):
+        for layer, (visible, heads) in enumerate(zip(after.visible, after.heads, strict=True)):
+            change = (now.of_layer(layer) - before.of_layer(layer)).masked_fill(~visible, 0.0)[:, :heads]
+            mean.append((change.square().sum((0, 2, 3)) / visible.sum()).sqrt())
             largest.append(change.abs().amax((0, 2, 3)))
-    return {"logit_change": torch.stack(mean), "largest_logit_change": torch.stack(largest)}
+    return {"logit_change": stack(mean, torch.nan), "largest_logit_change": stack(largest, torch.nan)}
 
 
-def checked(layers: Sequence[int] | None, count: int) -> list[int]:
+def check_layers(layers: Sequence[int] | None, count: int) -> list[int]:
     chosen = list(range(count)) if layers is None else sorted(set(layers))
     if not chosen or chosen[0] < 0 or chosen[-1] >= count:
         raise ValueError(f"layers must be some of 0 to {count - 1}, but {list(layers or [])} came.")
@@ -108,7 +203,7 @@ def checked(layers: Sequence[int] | None, count: int) -> list[int]:
 
 
 @contextmanager
-def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
+def evaluating_exactly(model: nn.Module, device: torch.device) -> Iterator[None]:
     training = model.training
     model.eval()
     try:
@@ -116,28 +211,6 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
             yield
     finally:
         model.train(training)
-
-
-def inputs(model: Decoder, x: Tensor, places: Places, layers: list[int]) -> Iterator[tuple[Attention, Tensor]]:
-    """Embeddings x [B, T, width] → the chosen attention layers, each with its input."""
-    if model.positions is not None:
-        x = x + model.positions(places)
-    for layer in range(layers[-1] + 1):
-        block = model.blocks[layer]
-        assert isinstance(block, Block)
-        if layer in layers:
-            yield block.attention, block.attention_norm(x)
-        if layer < layers[-1]:
-            x = block(x, places, None)
-
-
-def sees(places: Places, shape: torch.Size) -> Tensor:
-    """[B, 1, T, T], True where a query may attend."""
-    slots = torch.arange(shape[1], device=places.positions.device)
-    mask = places.mask
-    if mask is None:
-        mask = triangle(slots, 0) if places.causal else torch.ones_like(triangle(slots, 0))
-    return mask.expand(shape[0], 1, -1, -1)
 
 
 def from_scores(scores: Tensor, visible: Tensor, positions: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -155,13 +228,15 @@ def from_scores(scores: Tensor, visible: Tensor, positions: Tensor) -> tuple[Ten
     }
 
 
-def from_vectors(attention: Attention, parts: Parts) -> dict[str, Tensor]:
+def from_vectors(attention: Attention, stages: Mapping[str, Any]) -> dict[str, Tensor]:
     """Angles between q, k and v of one token, and how far coupling moved q and k: [H] each."""
-    q, k, v = parts.normalised
-    k, v = at_queries(k, q), at_queries(v, q)
+    q, k, v = stages["normalise"]
+    k, v = (repeat_for_queries(raise_precision(u), q) for u in attention.mix.keys_and_values(KeyValue(k, v)))
+    q = raise_precision(q)
     moved = [q.new_full(q.shape[2:3], torch.nan)] * 2
     if attention.couple is not None:
-        moved = [shift(old, new) for old, new in zip(parts.projected, parts.coupled, strict=True)]
+        before, after = stages["project"][:2], stages["couple"][:2]
+        moved = [shift(raise_precision(old), raise_precision(new)) for old, new in zip(before, after, strict=True)]
     return {
         "query_key_cosine": F.cosine_similarity(q, k, -1).mean((0, 1)),
         "key_value_cosine": F.cosine_similarity(k[..., : v.shape[-1]], v, -1).mean((0, 1)),
@@ -179,13 +254,13 @@ def from_parameters(attention: Attention) -> dict[str, Tensor]:
     """‖W_q‖ and ‖W_k‖ (a bias counts as one more column) and the coupling's δ: [H] each."""
     project, mix, heads = attention.project, attention.mix, attention.spec.query_heads
     if isinstance(project, Projection):
-        query, key = (exact(matrix).square().sum((0, 1, 3)) for matrix in project.columns())
+        query, key = (raise_precision(matrix).square().sum((0, 1, 3)) for matrix in project.read_columns())
     else:
         assert isinstance(project, Latent)
         assert isinstance(mix, LatentSoftmax)
         query, key = latent_squares(project, mix)
     step = getattr(attention.couple, "step", None)
-    step = query.new_full((1,), torch.nan) if step is None else exact(step.flatten())
+    step = query.new_full((1,), torch.nan) if step is None else raise_precision(step.flatten())
     names = {"query_norm": query.sqrt(), "key_norm": key.sqrt(), "step_size": step}
     return {name: value.repeat_interleave(heads // len(value)) for name, value in names.items()}
 
@@ -197,14 +272,18 @@ def latent_squares(project: Latent, mix: LatentSoftmax) -> tuple[Tensor, Tensor]
     """
 
     def squares(up: nn.Linear, down: nn.Linear, gain: Tensor | None) -> Tensor:
-        matrix = exact(up.weight) @ exact(columns(down)[0].mT) if gain is None else exact(up.weight) * exact(gain)
+        matrix = (
+            raise_precision(up.weight) @ raise_precision(read_linear_columns(down)[0].mT)
+            if gain is None
+            else raise_precision(up.weight) * raise_precision(gain)
+        )
         return matrix.unflatten(0, (mix.heads, -1)).square().sum((1, 2))
 
     query = squares(project.up_query, project.down_query, project.query_gain)
     key = squares(mix.up_key, project.down_key_value, project.key_value_gain)
     if project.rope_query is not None and project.rope_key is not None:
         query = query + squares(project.rope_query, project.down_query, project.query_gain)
-        key = key + exact(columns(project.rope_key)).square().sum()
+        key = key + raise_precision(read_linear_columns(project.rope_key)).square().sum()
     return query, key
 
 

@@ -52,7 +52,7 @@ def generate(
     `left_padding` [B] says how many leading tokens of each row are padding. A row that has drawn `stop_token` repeats
     it; generation ends when all rows have. The same `seed` gives the same tokens.
     """
-    check(self, ids, max_new_tokens, temperature, top_k, top_p, left_padding)
+    check_request(self, ids, max_new_tokens, temperature, top_k, top_p, left_padding)
     generator = None if seed is None else torch.Generator(ids.device).manual_seed(seed)
     cache = self.new_cache(ids.shape[0], ids.shape[1] + max(max_new_tokens - 1, 0), left_padding=left_padding)
     stopped = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
@@ -70,7 +70,7 @@ def generate(
     return ids
 
 
-def check(
+def check_request(
     model: Decoder,
     ids: Tensor,
     max_new_tokens: int,
@@ -80,7 +80,7 @@ def check(
     left_padding: Tensor | None,
 ) -> None:
     """Everything that could go wrong half-way, said before anything is computed."""
-    if not model.spec.attention.causal:
+    if not model.spec.causal:
         raise ValueError("only a causal model generates, but this one was built with causal=False.")
     check_ids(ids)
     if ids.numel() == 0:

@@ -3,12 +3,12 @@
 recipe("60m", share="k=v", kv_heads=2)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from qklab.attention.spec import AttentionSpec
 from qklab.model.spec import DecoderSpec
-from qklab.schema import SpecError, suggestion
+from qklab.schema import SpecError, format_value, suggest_name
 
 GPT2_VOCAB = 50_304  # GPT-2's 50,257 entries, rounded up to a multiple of 64
 
@@ -96,10 +96,22 @@ DECODER_CHOICES = DecoderSpec.__dataclass_fields__.keys() - AttentionSpec.__data
 
 def recipe(name: str, **choices: Any) -> DecoderSpec:
     """The named size with these attention choices; `vocab`, `context`, `layers`, `mlp`, `mlp_ratio` and `tied` may be
-    changed too."""
+    changed too.
+
+    `attention`, a list of further choices, makes a pattern of layers that repeats:
+    recipe("nano", kv_heads=2, attention=[{}, {}, {"share": "k=v"}]).
+    """
     if not isinstance(name, str) or name not in RECIPES:
-        raise ValueError(f"recipe must be one of {', '.join(RECIPES)}{suggestion(name, RECIPES)}, but {name!r} came.")
+        raise ValueError(f"recipe must be one of {', '.join(RECIPES)}{suggest_name(name, RECIPES)}, but {name!r} came.")
     if "width" in choices:
         raise SpecError(f"width is what the recipe {name} sets; build a DecoderSpec for another one.", "width")
     decoder = {key: choices.pop(key) for key in DECODER_CHOICES & choices.keys()}
-    return RECIPES[name](**choices).replace(**decoder)
+    pattern = choices.pop("attention", [{}])
+    if not isinstance(pattern, list | tuple) or not pattern or not all(isinstance(one, Mapping) for one in pattern):
+        raise SpecError(
+            f"attention must be a list of choices for each layer of a pattern, but {format_value(pattern)} came.",
+            "attention",
+        )
+    specs = [RECIPES[name](**choices | one) for one in pattern]
+    attention = [one for spec in specs for one in spec.pattern]
+    return specs[0].replace(**decoder, attention=attention)

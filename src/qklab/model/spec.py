@@ -1,12 +1,13 @@
 """DecoderSpec: a stack of attention layers and MLPs, and what it costs."""
 
 from dataclasses import dataclass
+from itertools import groupby
 from typing import ClassVar, Literal
 
 import torch
 
 from qklab.attention.spec import AttentionSpec
-from qklab.schema import Rule, Spec, choice, flag, part, real, whole
+from qklab.schema import Rule, Spec, boolean_field, choice_field, integer_field, number_field, spec_pattern_field
 
 MLP_MATRICES = {"swiglu": 3, "gelu": 2}
 
@@ -15,29 +16,54 @@ MLP_MATRICES = {"swiglu": 3, "gelu": 2}
 class DecoderSpec(Spec):
     """Pre-norm transformer: x ← x + Attention(norm(x)); x ← x + MLP(norm(x)); logits = W_out norm(x).
 
+    `attention` is the spec of all layers, or several that repeat over them: (a, a, b) is a, a, b, a, a, b, …
     `mlp_ratio` is hidden width over model width; `bias` concerns MLP and LayerNorm (attention has its own);
     `dropout`, in training, the embeddings and what attention and MLP add to the residual stream.
     """
 
-    vocab: int = whole()
-    width: int = whole()
-    layers: int = whole(at_most=10_000)
-    attention: AttentionSpec = part(AttentionSpec)
-    mlp: Literal["swiglu", "gelu"] = choice("swiglu", MLP_MATRICES)
-    mlp_ratio: float = real(4.0, above=0.0, at_most=1024.0)
-    norm: Literal["rms", "layer"] = choice("rms", ("rms", "layer"))
-    norm_eps: float = real(1e-5, above=0.0, at_most=1.0)
-    bias: bool = flag(False)
-    tied: bool = flag(True)
-    context: int = whole(1024)
-    dropout: float = real(0.0, at_least=0.0, at_most=0.9)
+    vocab: int = integer_field()
+    width: int = integer_field()
+    layers: int = integer_field(at_most=10_000)
+    attention: AttentionSpec | tuple[AttentionSpec, ...] = spec_pattern_field(AttentionSpec)
+    mlp: Literal["swiglu", "gelu"] = choice_field("swiglu", MLP_MATRICES)
+    mlp_ratio: float = number_field(4.0, above=0.0, at_most=1024.0)
+    norm: Literal["rms", "layer"] = choice_field("rms", ("rms", "layer"))
+    norm_eps: float = number_field(1e-5, above=0.0, at_most=1.0)
+    bias: bool = boolean_field(False)
+    tied: bool = boolean_field(True)
+    context: int = integer_field(1024)
+    dropout: float = number_field(0.0, at_least=0.0, at_most=0.9)
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
+            "attention",
+            lambda s: len({spec.width for spec in s.pattern}) > 1,
+            lambda s: "all layers of a model have one width",
+            lambda s: {"attention": s.pattern[0]},
+        ),
+        Rule(
+            "attention",
+            lambda s: len({spec.causal for spec in s.pattern}) > 1,
+            lambda s: "either all layers of a model are causal or none is",
+            lambda s: {"attention": s.pattern[0]},
+        ),
+        Rule(
+            "attention",
+            lambda s: len({spec.position == "learned" for spec in s.pattern}) > 1,
+            lambda s: "learned positions are added once, before the first layer, so all layers have them or none",
+            lambda s: {"attention": s.pattern[0]},
+        ),
+        Rule(
+            "layers",
+            lambda s: len(s.pattern) > s.layers,
+            lambda s: f"the pattern of attention is {len(s.pattern)} layers long",
+            lambda s: {"layers": len(s.pattern)},
+        ),
+        Rule(
             "width",
-            lambda s: s.width != s.attention.width,
-            lambda s: f"the attention spec has width={s.attention.width}, and the two must agree",
-            lambda s: {"width": s.attention.width},
+            lambda s: s.width != s.pattern[0].width,
+            lambda s: f"the attention spec has width={s.pattern[0].width}, and the two must agree",
+            lambda s: {"width": s.pattern[0].width},
         ),
         Rule(
             "mlp_ratio",
@@ -46,6 +72,29 @@ class DecoderSpec(Spec):
             lambda s: {"mlp_ratio": 1.0},
         ),
     )
+
+    @property
+    def pattern(self) -> tuple[AttentionSpec, ...]:
+        """The attention of the first layers, which repeats."""
+        return self.attention if isinstance(self.attention, tuple) else (self.attention,)
+
+    def attention_of(self, layer: int) -> AttentionSpec:
+        return self.pattern[layer % len(self.pattern)]
+
+    @property
+    def attentions(self) -> list[AttentionSpec]:
+        """Of every layer."""
+        return [self.attention_of(layer) for layer in range(self.layers)]
+
+    @property
+    def causal(self) -> bool:
+        """Whether a token sees only itself and earlier ones."""
+        return self.pattern[0].causal
+
+    @property
+    def learns_positions(self) -> bool:
+        """Whether positions are learned and added before the first layer."""
+        return self.pattern[0].position == "learned"
 
     @property
     def hidden(self) -> int:
@@ -57,24 +106,27 @@ class DecoderSpec(Spec):
         norm = self.width * (2 if self.norm == "layer" and self.bias else 1)
         hidden_bias = self.hidden * (MLP_MATRICES[self.mlp] - 1) + self.width
         mlp = MLP_MATRICES[self.mlp] * self.width * self.hidden + self.bias * hidden_bias
-        block = self.attention.parameters() + mlp + 2 * norm
+        attention = sum(spec.parameters() for spec in self.attentions)
         embeddings = self.vocab * self.width * (1 if self.tied else 2)
-        positions = self.context * self.width * (self.attention.position == "learned")
-        return embeddings + positions + self.layers * block + norm
+        positions = self.context * self.width * self.learns_positions
+        return embeddings + positions + attention + self.layers * (mlp + 2 * norm) + norm
 
     def flops_per_token(self, context: int | None = None) -> int:
         """Forward matrix-product FLOPs per token of a sequence of `context` tokens (the spec's own by default).
 
         Training costs about three times as much.
         """
-        attention = self.attention.flops_per_token(self.context if context is None else context)
+        context = self.context if context is None else context
+        attention = sum(spec.flops_per_token(context) for spec in self.attentions)
         mlp = 2 * MLP_MATRICES[self.mlp] * self.width * self.hidden
-        return self.layers * (attention + mlp) + 2 * self.vocab * self.width
+        return attention + self.layers * mlp + 2 * self.vocab * self.width
 
     def cache_bytes(self, tokens: int, dtype: torch.dtype = torch.bfloat16) -> int:
         """Bytes all layers cache for one sequence of `tokens` tokens."""
-        return self.layers * self.attention.cache_bytes(tokens, dtype)
+        return sum(spec.cache_bytes(tokens, dtype) for spec in self.attentions)
 
     @property
     def name(self) -> str:
-        return f"{self.layers}×{self.width} {self.mlp} · {self.attention.name}"
+        runs = [(name, len(list(same))) for name, same in groupby(spec.name for spec in self.pattern)]
+        attention = " | ".join(f"{count}× {name}" if count > 1 else name for name, count in runs)
+        return f"{self.layers}×{self.width} {self.mlp} · {attention}"

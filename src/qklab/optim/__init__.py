@@ -1,11 +1,10 @@
-"""Parameter roles, optimisers chosen by role, logit control, and learning-rate schedules."""
+"""Roles of parameters and of attention's weights, optimisers, logit control, and learning-rate schedules."""
 
-from qklab.optim.attention_roles import LayerRoles, Rows, attention_roles, layer_roles
-from qklab.optim.control_spec import LogitControlSpec
-from qklab.optim.logit_control import LogitControl, QKClip
-from qklab.optim.optimiser import Optimiser, OptimiserSpec
-from qklab.optim.roles import Role, role, roles
-from qklab.optim.schedule import ScheduleSpec
+from qklab.optim.logit_control import LogitControl
+from qklab.optim.optimiser import Optimiser, ParameterRole, find_parameter_role
+from qklab.optim.qk_clip import QKClip
+from qklab.optim.roles import LayerRoles, Rows, attention_roles, layer_roles
+from qklab.optim.spec import LogitControlSpec, OptimiserSpec, ScheduleSpec
 
 __all__ = [
     "LayerRoles",
@@ -13,12 +12,11 @@ __all__ = [
     "LogitControlSpec",
     "Optimiser",
     "OptimiserSpec",
+    "ParameterRole",
     "QKClip",
-    "Role",
     "Rows",
     "ScheduleSpec",
     "attention_roles",
+    "find_parameter_role",
     "layer_roles",
-    "role",
-    "roles",
 ]

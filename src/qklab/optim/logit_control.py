@@ -1,122 +1,22 @@
-"""Optimisers that control attention logits: QuacK (arXiv 2511.21377) and its alternatives in one interface."""
+"""LogitControl: learning rates of queries and keys that bound how fast attention changes (QuacK, arXiv 2511.21377)."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from qklab.attention.layer import Attention
-from qklab.optim.attention_roles import MEANING, LayerRoles, Roles, as_roles, claimed, refuse_overlap
-from qklab.optim.norms import Family, PerRow, families
-from qklab.optim.quack import Table, clip_factors, learning_rate_factors
-from qklab.optim.rows import AllRows
-from qklab.optim.watch import Watch
-from qklab.optim.wrapper import Wrapper
-from qklab.schema import shown, suggestion
+from qklab.optim.control import Control, GivenRoles, Optimisers, check_positive, why_normalised
+from qklab.optim.norms import Table, group_queries, repeat_keys
+from qklab.optim.roles import MEANING, LayerRoles, check_choice
 
-Norm = Literal["frobenius", "spectral"]
+NormKind = Literal["frobenius", "spectral"]
 Method = Literal["quack", "fixed", "none"]
-Optimisers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
-GivenRoles = Mapping[str, LayerRoles | Mapping[str, Any]]
+FLOOR = 0.3  # of its initial value, below which a norm counts no further
 
 # what an optimiser does with a group's weight_decay: scale the weight by 1 − lr·decay, or add it to the gradient
 DECOUPLED = ("Muon", "Adafactor")
 COUPLED = ("SGD", "RMSprop", "Adagrad", "Adadelta", "Adamax", "ASGD", "Rprop")
-
-
-class Control(Wrapper):
-    """What the controls share: roles, the rows they stand for, and tables of numbers per layer, part and head."""
-
-    def __init__(self, optimizer: Optimisers, roles: GivenRoles, masters: Mapping[Any, Tensor] | None):
-        super().__init__(optimizer)
-        self.roles: Roles = as_roles(roles)
-        refuse_overlap(self.roles)
-        stand_in = {id(weight): master for weight, master in (masters or {}).items()}
-        self.labels = {
-            id(parameter): (number, at)
-            for number, base in enumerate(self.bases)
-            for at, group in enumerate(base.param_groups)
-            for parameter in group["params"]
-        }
-        wanted = []
-        for _, _, part in claimed(self.roles):
-            for tensor, axis in ((part.weight, part.axis), (part.bias, 0)):
-                if tensor is not None:
-                    tensor = stand_in.get(id(tensor), tensor)
-                    gain = part.gain if tensor.dim() == 2 else None
-                    gain = gain if gain is None else stand_in.get(id(gain), gain)
-                    wanted.append((tensor, axis, gain, self.labels.get(id(tensor))))
-        self.refuse_strangers(wanted)
-        self.rows = AllRows(wanted)
-        self.families: list[Family] = families(self.roles, self.rows, stand_in)
-        self.per_row = PerRow(self.families, self.rows)
-        self.latest: list[Table] = []
-
-    def refuse_strangers(self, wanted: Sequence[tuple[Tensor, int, Tensor | None, Any]]) -> None:
-        if any(tensor.is_meta for tensor, *_ in wanted):
-            raise ValueError("the attention weights have no values yet (device meta); give them values first.")
-        if all(label is None for *_, label in wanted):
-            raise ValueError(
-                "none of the attention weights is in the optimiser; call attention_roles on the model whose parameters "
-                "it got (after sharding it), or say with masters={weight: master} what stands for them."
-            )
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters to the wrapped optimiser; not those of queries and keys, which it must have from the start."""
-        given = param_group["params"]
-        added = [given] if isinstance(given, Tensor) else list(given)
-        known = {id(source.tensor) for source in self.rows.sources}
-        if any(id(tensor) in known for tensor in added):
-            raise ValueError("a weight that roles name must be in the optimiser before it is wrapped; wrap it anew.")
-        super().add_param_group(param_group | {"params": added})
-
-    def forget(self) -> None:
-        """Forget what was seen since the last step."""
-
-    def factors(self) -> dict[str, Table]:
-        """Layer → part → a number per head [heads]: what the last step's updates were multiplied with, τ aside; for
-        QK-clip, what the weights were. On the device, so that asking does not wait for it."""
-        found: dict[str, Table] = {}
-        for family, table in zip(self.families, self.latest, strict=True):
-            found |= family.by_layer({symbol: value.clone() for symbol, value in table.items()})
-        return {name: found[name] for name in self.roles}
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The own state by name, as [heads] each; the tensors themselves, so that loading into them restores it."""
-        return {f"factors.{name}": tensor for name, tensor in self.named(self.latest).items()}
-
-    def named(self, tables: Sequence[Table]) -> dict[str, Tensor]:
-        return {
-            f"{name}.{symbol}": values
-            for family, table in zip(self.families, tables, strict=True)
-            for name, parts in family.by_layer(table).items()
-            for symbol, values in parts.items()
-        }
-
-    def settings(self) -> dict[str, str]:
-        """What must be the same where the state is loaded."""
-        return {}
-
-    def extra(self) -> dict[str, Any]:
-        return {"tensors": {name: tensor.clone() for name, tensor in self.tensors().items()}} | self.settings()
-
-    def load_extra(self, state: dict[str, Any]) -> None:
-        for name, value in self.settings().items():
-            if state.get(name) != value:
-                raise ValueError(f"the state is of {name}={shown(state.get(name))}, but here {name}={shown(value)}.")
-        own, theirs = self.tensors(), state["tensors"]
-        for name in own.keys() | theirs.keys():
-            if name not in own or name not in theirs or own[name].shape != theirs[name].shape:
-                raise ValueError(f"the state is of another model: they differ in {name}.")
-        for name, tensor in own.items():
-            tensor.copy_(theirs[name])
-
-    def refuse(self, reason: Callable[[LayerRoles], str | None]) -> None:
-        for name, layer in self.roles.items():
-            if (why := reason(layer)) is not None:
-                raise ValueError(f"{type(self).__name__} refuses layer {name}: {why}")
 
 
 class LogitControl(Control):
@@ -148,20 +48,20 @@ class LogitControl(Control):
         optimizer: Optimisers,
         roles: GivenRoles,
         tau: float = 1.0,
-        norm: Norm = "frobenius",
+        norm: NormKind = "frobenius",
         *,
         method: Method = "quack",
         masters: Mapping[Any, Tensor] | None = None,
         decoupled_decay: bool | None = None,
     ):
-        self.tau = positive("tau", tau)
-        self.norm: Norm = one_of("norm", norm, ("frobenius", "spectral"))
-        self.method: Method = one_of("method", method, ("quack", "fixed", "none"))
+        self.tau = check_positive("tau", tau)
+        self.norm: NormKind = check_choice("norm", norm, ("frobenius", "spectral"))
+        self.method: Method = check_choice("method", method, ("quack", "fixed", "none"))
         self.decoupled_decay = decoupled_decay
         super().__init__(optimizer, roles, masters)
-        self.kept()  # refuses decay of an unknown kind now, not at the first step
+        self.decay_factors()  # refuses decay of an unknown kind now, not at the first step
         if self.method == "quack":
-            self.refuse(normalised)
+            self.refuse_layers(why_normalised)
         self.initial = self.measure(self.rows.read())
         if self.method == "quack":
             self.refuse_zero()
@@ -169,20 +69,20 @@ class LogitControl(Control):
 
     @torch.no_grad()
     def measure(self, copies: Sequence[Tensor]) -> list[Table]:
-        """The norms of all parts: for each family, symbol → [layers, heads]."""
+        """The norms of all projections: for each group of layers, symbol → [layers, heads]."""
         if self.norm == "spectral":
-            return [family.spectral(self.rows, copies) for family in self.families]
+            return [group.spectral(self.rows, copies) for group in self.groups]
         squares = self.rows.squares(copies)
-        return [family.frobenius(squares) for family in self.families]
+        return [group.frobenius(squares) for group in self.groups]
 
     def refuse_zero(self) -> None:
-        for family, table in zip(self.families, self.initial, strict=True):
+        for group, table in zip(self.groups, self.initial, strict=True):
             for symbol, norms in table.items():
                 bad = (~(norms.isfinite() & (norms > 0))).nonzero().tolist()
                 if bad:
                     layer, head = bad[0]
                     raise ValueError(
-                        f"{MEANING[symbol]} of {family.names[layer]}, head {head}, is zero or not finite, so its norm "
+                        f"{MEANING[symbol]} of {group.names[layer]}, head {head}, is zero or not finite, so its norm "
                         "cannot be what later ones are compared with; initialise it first, or use method='fixed'."
                     )
 
@@ -193,28 +93,28 @@ class LogitControl(Control):
             return self.step_bases(closure)
         copies = self.rows.read()
         if self.method == "quack":
-            for family, now, then, latest in zip(
-                self.families, self.measure(copies), self.initial, self.latest, strict=True
+            for group, now, then, latest in zip(
+                self.groups, self.measure(copies), self.initial, self.latest, strict=True
             ):
-                for symbol, factor in learning_rate_factors(family.layer, now, then).items():
+                for symbol, factor in learning_rate_factors(group.layer, now, then).items():
                     latest[symbol].copy_(factor)
         scales = [{symbol: self.tau * factor for symbol, factor in table.items()} for table in self.latest]
         loss = self.step_bases(closure)
-        self.rows.scale_updates(copies, self.per_row.spread(scales), self.kept())
+        self.rows.scale_updates(copies, self.row_values.spread(scales), self.decay_factors())
         return loss
 
-    def kept(self) -> dict[tuple[int, int], tuple[Any, Tensor | None]]:
+    def decay_factors(self) -> dict[tuple[int, int], tuple[Any, Tensor | None]]:
         """For every parameter group (by its base's number and its own) the part of a weight that decay leaves in a
         step, 1 − lr·decay, and a scalar on the device that is 1 where the step was skipped there."""
         labels = {source.label for source in self.rows.sources}
         return {
-            (number, at): (1 - group["lr"] * self.decay(base, group), getattr(base, "found_inf", None))
+            (number, at): (1 - group["lr"] * self.decoupled_decay_of(base, group), getattr(base, "found_inf", None))
             for number, base in enumerate(self.bases)
             for at, group in enumerate(base.param_groups)
             if (number, at) in labels
         }
 
-    def decay(self, base: torch.optim.Optimizer, group: Mapping[str, Any]) -> float:
+    def decoupled_decay_of(self, base: torch.optim.Optimizer, group: Mapping[str, Any]) -> float:
         """The group's weight decay where it is applied to the weight itself; 0 where it is part of the update."""
         decay = group.get("weight_decay", 0.0)
         names = {kind.__name__ for kind in type(base).__mro__}
@@ -229,99 +129,60 @@ class LogitControl(Control):
         return decay if decoupled else 0.0
 
     def tensors(self) -> dict[str, Tensor]:
-        initial = {f"initial.{name}": tensor for name, tensor in self.named(self.initial).items()}
+        initial = {f"initial.{name}": tensor for name, tensor in self.name_tables(self.initial).items()}
         return initial | super().tensors()
 
     def settings(self) -> dict[str, str]:
         return {"method": self.method, "norm": self.norm}
 
 
-class QKClip(Control):
-    """An optimiser that shrinks W_q and W_k after a step wherever a logit has grown too large (arXiv 2507.20534).
+def allowance(layer: LayerRoles, n: Mapping[str, Tensor]) -> Table:
+    """How fast each projection may move, up to a constant, for logits to move at a constant speed; `n` are the norms.
 
-    Per layer and head, with S the largest scaled logit since the last step and t the threshold: γ = min(1, t/S), and
-    the logits are multiplied with γ through the weights, W_q and W_k by √γ each; docs/logit-control.md has the other
-    kinds of attention. S is measured in the forward passes in training mode, for which the layers are watched from now
-    on, or told by `observe`.
-
-    Args:
-        optimizer: The optimiser, or several that share the model.
-        roles: `attention_roles(model)`, or a mapping from names to keywords of `layer_roles`.
-        threshold: t.
-        masters: Where the optimiser holds float32 copies of the weights in `roles`: weight → master.
+    MHA: q: 1/n(k), k: 1/n(q), of a group the largest. One matrix: 1/n of its own. Coupled: 1/√(n(q)² + n(k)²) for both.
+    MLA: one over the product of the norms of the other matrices on the way to the logit, the largest over heads for
+    what all heads share.
     """
-
-    key = "qk_clip"
-
-    def __init__(
-        self,
-        optimizer: Optimisers,
-        roles: GivenRoles,
-        threshold: float = 100.0,
-        *,
-        masters: Mapping[Any, Tensor] | None = None,
-    ):
-        self.threshold = positive("threshold", threshold)
-        super().__init__(optimizer, roles, masters)
-        self.refuse(normalised)
-        self.refuse(not_clippable)
-        heads = {name: layer.query.heads for name, layer in self.roles.items()}
-        modules = {name: layer.module for name, layer in self.roles.items()}
-        self.watch = Watch(heads, modules, self.rows.device)
-        self.latest = [self.clips(family, ones=True) for family in self.families]
-
-    def forget(self) -> None:
-        self.watch.reset()
-
-    def observe(self, layer: str, largest: Tensor) -> None:
-        """Say that the logits of a layer reached `largest` [heads], for layers that cannot be watched."""
-        self.watch.observe(layer, largest)
-
-    def clips(self, family: Family, ones: bool = False) -> Table:
-        largest = torch.stack([self.watch.largest[name] for name in family.names])
-        table = clip_factors(family.layer, largest, self.threshold)
-        return {symbol: torch.ones_like(value) for symbol, value in table.items()} if ones else table
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of the wrapped optimisers, then the weights of heads whose logits were too large shrunk."""
-        loss = self.step_bases(closure)
-        skips = [skip for base in self.bases if (skip := getattr(base, "found_inf", None)) is not None]
-        self.watch.agree()
-        for family, latest in zip(self.families, self.latest, strict=True):
-            for symbol, value in self.clips(family).items():
-                for skip in skips:  # 1 where the device skipped the step
-                    value = torch.where(skip > 0, 1.0, value)
-                latest[symbol].copy_(value)
-        self.watch.reset()
-        self.rows.multiply(self.per_row.spread(self.latest))
-        return loss
+    if layer.kind == "shared":
+        return {"qk": 1 / n["qk"]}
+    if layer.kind == "latent":
+        return latent_allowance(layer, n)
+    q, k = group_queries(n["q"], n["k"]).amax(-1), repeat_keys(n["k"], n["q"])
+    if layer.coupling == "none":
+        return {"q": 1 / k, "k": 1 / q}
+    return {"q": 1 / torch.hypot(n["q"], k), "k": 1 / torch.hypot(q, n["k"])}
 
 
-def normalised(layer: LayerRoles) -> str | None:
-    why = "its q and k are normalised, so the norm decides how large its logits are, not W_q and W_k."
-    return why if layer.qk_norm else None
+def latent_allowance(layer: LayerRoles, n: Mapping[str, Tensor]) -> Table:
+    uq, uk, dkv = n["uq"], n["uk"], n["dkv"]
+    dq = n.get("dq", torch.ones_like(dkv))
+    # what a norm divides out again does not reach the logit
+    dq_seen = torch.ones_like(dq) if layer.projections["uq"].gain is not None else dq
+    dkv_seen = torch.ones_like(dkv) if layer.projections["uk"].gain is not None else dkv
+    allowed = {
+        "uq": 1 / (dq_seen * uk * dkv_seen),
+        "uk": 1 / (uq * dq_seen * dkv_seen),
+        "dq": 1 / (uq * uk * dkv).amax(-1, keepdim=True),
+        "dkv": 1 / (uq * dq * uk).amax(-1, keepdim=True),
+    }
+    if "qr" in n:
+        qr, kr = n["qr"], n["kr"]
+        allowed["qr"] = 1 / (dq_seen * kr).expand_as(qr)
+        allowed["kr"] = 1 / (qr * dq_seen).amax(-1, keepdim=True)
+        allowed["dq"] = torch.minimum(allowed["dq"], 1 / (qr * kr).amax(-1, keepdim=True))
+    return {symbol: allowed[symbol] for symbol in n}
 
 
-def not_clippable(layer: LayerRoles) -> str | None:
-    if isinstance(layer.module, Attention) and layer.module.spec.asymmetry_2d:
-        return "its logits have a bias of their own (asymmetry_2d), which smaller W_q and W_k do not shrink."
-    if layer.coupling == "nonlinear":
-        return "its coupling is not linear, so smaller W_q and W_k do not make its logits smaller in proportion."
-    if layer.coupling == "linear" and layer.key_is_value:
-        return "under a linear coupling W_k would have to shrink, and with it the values, which are the keys."
-    return None
+def learning_rate_factors(layer: LayerRoles, now: Mapping[str, Tensor], initial: Mapping[str, Tensor]) -> Table:
+    """lr/(τη) of every projection: allowance(now)/allowance(initial), each norm now at least 0.3 of the initial one.
 
-
-def positive(name: str, value: Any) -> float:
-    number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-    if not (math.isfinite(number) and number > 0):
-        raise ValueError(f"{name} must be a finite number above 0, but {shown(value)} came.")
-    return float(number)
-
-
-def one_of(name: str, value: Any, among: tuple[str, ...]) -> Any:
-    if value not in among:
-        words = ", ".join(map(repr, among))
-        raise ValueError(f"{name} must be one of {words}{suggestion(value, among)}, but {shown(value)} came.")
-    return value
+    The down-projection of a normalised latent is also multiplied by min(1, n(now)/n(initial)): the smaller it is, the
+    more a step turns the latent.
+    """
+    held = {symbol: torch.maximum(now[symbol], FLOOR * initial[symbol]) for symbol in now}
+    then = allowance(layer, initial)
+    factors = {symbol: value / then[symbol] for symbol, value in allowance(layer, held).items()}
+    for down, up in (("dq", "uq"), ("dkv", "uk")):
+        if down in factors and layer.projections[up].gain is not None:
+            factors[down] = factors[down] * (held[down] / initial[down]).clamp(max=1.0)
+    return factors

@@ -1,4 +1,4 @@
-"""Norms of the parts of attention layers, and numbers per head handed back to their rows."""
+"""Norms of the projections of attention layers, and numbers per head handed back to their rows."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,31 +6,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qklab.optim.attention_roles import LayerRoles, Roles
-from qklab.optim.quack import Table
+from qklab.optim.roles import LayerRoles, Roles
 from qklab.optim.rows import AllRows
 
+Table = dict[str, Tensor]  # symbol → a number per layer and head, [layers, heads]
 
-class Family:
+
+def repeat_keys(key: Tensor, query: Tensor) -> Tensor:
+    """What belongs to a key head, at each query head that reads it: [..., G] → [..., H]."""
+    return key.repeat_interleave(query.shape[-1] // key.shape[-1], -1)
+
+
+def group_queries(query: Tensor, key: Tensor) -> Tensor:
+    """What belongs to query heads, by the key head they read: [..., H] → [..., G, H/G]."""
+    return query.unflatten(-1, (key.shape[-1], -1))
+
+
+class LayerGroup:
     """Layers of one kind and shape, measured together: tables have a row for each."""
 
-    def __init__(self, roles: Roles, rows: AllRows, of: Mapping[int, Tensor]):
+    def __init__(self, roles: Roles, rows: AllRows, masters: Mapping[int, Tensor]):
         self.names = list(roles)
         self.layers = list(roles.values())
         self.layer = self.layers[0]
-        self.of = of
-        self.own = {
-            symbol: [layer.parts[symbol].rows.to(rows.device) for layer in self.layers] for symbol in self.layer.parts
-        }
-        self.index = {
-            symbol: torch.stack([self.numbers(layer, symbol, rows) for layer in self.layers])
-            for symbol in self.layer.parts
-        }
+        self.masters = masters
+        symbols = self.layer.projections
+        self.own = {s: [layer.projections[s].rows.to(rows.device) for layer in self.layers] for s in symbols}
+        self.index = {s: torch.stack([self.row_numbers(layer, s, rows) for layer in self.layers]) for s in symbols}
 
-    def numbers(self, layer: LayerRoles, symbol: str, rows: AllRows) -> Tensor:
-        """The rows of a part among all rows, those of its bias included: [heads, D or 2D]."""
-        part = layer.parts[symbol]
-        firsts = [rows.first[id(self.of.get(id(tensor), tensor))] for tensor in part.tensors]
+    def row_numbers(self, layer: LayerRoles, symbol: str, rows: AllRows) -> Tensor:
+        """The rows of a projection among all rows, those of its bias included: [heads, D or 2D]."""
+        part = layer.projections[symbol]
+        firsts = [rows.first[id(self.masters.get(id(tensor), tensor))] for tensor in part.tensors]
         return torch.cat([part.rows + first for first in firsts], 1).to(rows.device)
 
     def frobenius(self, squares: Tensor) -> Table:
@@ -48,8 +55,8 @@ class Family:
 
     def matrix(self, number: int, symbol: str, rows: AllRows, copies: Sequence[Tensor]) -> Tensor:
         """[heads, D, inputs (+1)] of one layer."""
-        part = self.layers[number].parts[symbol]
-        columns = [rows.matrix(self.of.get(id(tensor), tensor), copies) for tensor in part.tensors]
+        part = self.layers[number].projections[symbol]
+        columns = [rows.matrix(self.masters.get(id(tensor), tensor), copies) for tensor in part.tensors]
         return torch.cat(columns, 1)[self.own[symbol][number]]
 
     def by_layer(self, table: Mapping[str, Tensor]) -> dict[str, Table]:
@@ -57,38 +64,38 @@ class Family:
         return {name: {symbol: values[i] for symbol, values in table.items()} for i, name in enumerate(self.names)}
 
 
-def families(roles: Roles, rows: AllRows, of: Mapping[int, Tensor]) -> list[Family]:
+def group_layers(roles: Roles, rows: AllRows, masters: Mapping[int, Tensor]) -> list[LayerGroup]:
     """Layers that can be measured together, in the order of their first."""
     alike: dict[Any, Roles] = {}
     for name, layer in roles.items():
-        shapes = tuple((s, p.rows.shape, p.bias is None, p.gain is None) for s, p in layer.parts.items())
+        shapes = tuple((s, p.rows.shape, p.bias is None, p.gain is None) for s, p in layer.projections.items())
         kind = (shapes, layer.coupling, layer.qk_norm, layer.key_is_value)
         alike.setdefault(kind, {})[name] = layer
-    return [Family(layers, rows, of) for layers in alike.values()]
+    return [LayerGroup(layers, rows, masters) for layers in alike.values()]
 
 
-class PerRow:
-    """Numbers per layer, part and head → one number per row of all weights, 1 for rows that no part claims."""
+class RowValues:
+    """Numbers per layer, symbol and head → one number per row of all weights, 1 for rows that nothing claims."""
 
-    def __init__(self, families: Sequence[Family], rows: AllRows):
-        self.families = families
+    def __init__(self, groups: Sequence[LayerGroup], rows: AllRows):
+        self.groups = groups
         self.owner = torch.full((rows.count,), -1, dtype=torch.long, device=rows.device)
-        self.places: list[tuple[int, str]] = []
+        self.order: list[tuple[int, str]] = []
         first = 0
-        for number, family in enumerate(families):
-            for symbol, index in family.index.items():
+        for number, group in enumerate(groups):
+            for symbol, index in group.index.items():
                 count = index.shape[0] * index.shape[1]
                 heads = torch.arange(first, first + count, device=rows.device).view(*index.shape[:2], 1)
                 self.owner[index] = heads.expand_as(index)
-                self.places.append((number, symbol))
+                self.order.append((number, symbol))
                 first += count
         self.owner[self.owner < 0] = first
 
     def spread(self, tables: Sequence[Mapping[str, Tensor]]) -> Tensor:
-        """[rows]; a part that is missing from a table counts as 1."""
+        """[rows]; a symbol that is missing from a table counts as 1."""
         flat = []
-        for number, symbol in self.places:
-            value, index = tables[number].get(symbol), self.families[number].index[symbol]
+        for number, symbol in self.order:
+            value, index = tables[number].get(symbol), self.groups[number].index[symbol]
             flat.append((index.new_ones(index.shape[:2], dtype=torch.float32) if value is None else value).flatten())
         flat.append(torch.ones_like(flat[0][:1]))
         return torch.cat(flat)[self.owner]

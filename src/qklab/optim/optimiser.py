@@ -1,35 +1,35 @@
-"""torch's own AdamW and Muon, chosen by parameter role, as one object with one flat state."""
+"""torch's own AdamW and Muon, chosen by what each parameter is for, as one object with one flat state."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from qklab.optim.control_spec import LogitControlSpec
-from qklab.optim.roles import Role, role
-from qklab.schema import Spec, choice, real
+from qklab.optim.spec import LogitControlSpec, OptimiserSpec
 
-DECAYED: frozenset[Role] = frozenset({"embedding", "head", "matrix", "coupling"})
+ParameterRole = Literal["embedding", "head", "matrix", "coupling", "vector"]
+DECAYED: frozenset[ParameterRole] = frozenset({"embedding", "head", "matrix", "coupling"})
 
 
-@dataclass(frozen=True, kw_only=True)
-class OptimiserSpec(Spec):
-    """AdamW on everything, or Muon on the blocks' matrices and AdamW on the rest.
+def find_parameter_role(name: str, parameter: nn.Parameter) -> ParameterRole:
+    """The role of a decoder's parameter.
 
-    Muon's update is scaled to AdamW's root mean square (0.2·√max(rows, columns)), so one `lr` serves both. Weight decay
-    is decoupled and spares vectors. `clip` bounds the global gradient norm; 0 leaves gradients alone.
+    - `embedding`: token embeddings (also where they are tied to the output) and learned positions
+    - `head`: an output matrix of its own
+    - `matrix`: two-dimensional weights of the blocks' linear maps
+    - `coupling`: weights of the coupling's forces, layer-wide or per head
+    - `vector`: gains, biases, step sizes, λ: what neither weight decay nor orthogonalisation is meant for
     """
-
-    kind: Literal["adamw", "muon"] = choice("adamw", ("adamw", "muon"))
-    lr: float = real(3e-3, above=0.0)
-    beta1: float = real(0.9, at_least=0.0, at_most=0.9999)
-    beta2: float = real(0.95, at_least=0.0, at_most=0.999999)
-    eps: float = real(1e-8, above=0.0)
-    weight_decay: float = real(0.1, at_least=0.0)
-    momentum: float = real(0.95, at_least=0.0, at_most=0.9999)
-    clip: float = real(1.0, at_least=0.0)
+    if name.startswith(("embed.", "positions.")):
+        return "embedding"
+    if name.startswith("head."):
+        return "head"
+    if parameter.dim() < 2 or ".mix.query_lambdas" in name or ".mix.key_lambdas" in name:
+        return "vector"
+    if ".couple." in name:
+        return "coupling"
+    return "matrix" if parameter.dim() == 2 and name.endswith(".weight") else "vector"
 
 
 class Optimiser:
@@ -41,14 +41,14 @@ class Optimiser:
     def __init__(self, spec: OptimiserSpec, model: nn.Module, control: LogitControlSpec | None = None):
         self.spec = spec
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-        kinds = {parameter: role(name, parameter) for name, parameter in model.named_parameters()}
+        kinds = {parameter: find_parameter_role(name, parameter) for name, parameter in model.named_parameters()}
         orthogonal = [p for p, kind in kinds.items() if kind == "matrix" and spec.kind == "muon"]
         rest = [p for p in kinds if not any(p is o for o in orthogonal)]
         groups = [
             {"params": [p for p in rest if (kinds[p] in DECAYED) == decayed], "weight_decay": decay}
             for decayed, decay in ((True, spec.weight_decay), (False, 0.0))
         ]
-        self.parts: list[torch.optim.Optimizer] = [
+        self.bases: list[torch.optim.Optimizer] = [
             torch.optim.AdamW(
                 [group for group in groups if group["params"]],
                 lr=spec.lr,
@@ -58,7 +58,7 @@ class Optimiser:
             )
         ]
         if orthogonal:
-            self.parts.append(
+            self.bases.append(
                 torch.optim.Muon(
                     orthogonal,
                     lr=spec.lr,
@@ -67,7 +67,7 @@ class Optimiser:
                     adjust_lr_fn="match_rms_adamw",
                 )
             )
-        self.control = None if control is None else control.wrap(self.parts, model)
+        self.control = None if control is None else control.wrap(self.bases, model)
 
     def step(self, lr: float, skip: Tensor | None = None) -> None:
         """One update of every parameter at this learning rate; none where `skip`, a scalar on the device, is 1.
@@ -76,11 +76,11 @@ class Optimiser:
         """
         for group in self.groups():
             group["lr"] = lr
-        for part in self.parts:
+        for base in self.bases:
             if skip is not None:
-                part.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]
-        for part in self.parts if self.control is None else [self.control]:
-            part.step()
+                base.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]
+        for base in self.bases if self.control is None else [self.control]:
+            base.step()
 
     def forget(self) -> None:
         """Say that the passes since the last step will not be followed by one."""
@@ -88,20 +88,20 @@ class Optimiser:
             self.control.forget()
 
     def zero_grad(self) -> None:
-        for part in self.parts:
-            part.zero_grad(set_to_none=True)
+        for base in self.bases:
+            base.zero_grad(set_to_none=True)
 
     def groups(self) -> Iterator[dict]:
-        for part in self.parts:
-            yield from part.param_groups
+        for base in self.bases:
+            yield from base.param_groups
 
     def tensors(self) -> dict[str, Tensor]:
         """The state by name, e.g. "exp_avg.blocks.0.mlp.up.weight"; the tensors themselves, not copies."""
         control = {} if self.control is None else self.control.tensors()
         return {f"logit_control.{name}": tensor for name, tensor in control.items()} | {
             f"{key}.{self.names[parameter]}": value
-            for part in self.parts
-            for parameter, state in part.state.items()
+            for base in self.bases
+            for parameter, state in base.state.items()
             for key, value in state.items()
             if isinstance(value, Tensor)
         }

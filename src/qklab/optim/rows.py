@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,36 +30,41 @@ class Source:
     @property
     def local(self) -> Tensor:
         """This rank's share, in place."""
-        return here(self.tensor)
+        return local_share(self.tensor)
 
 
-def here(tensor: Tensor) -> Tensor:
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+def is_dtensor(tensor: Any) -> bool:
+    """Told by what it can do: importing torch.distributed.tensor takes seconds, and most models have none."""
+    return hasattr(tensor, "to_local")
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+def local_share(tensor: Any) -> Tensor:
+    return tensor.to_local().detach() if is_dtensor(tensor) else tensor.detach()
 
 
-def share(tensor: Tensor, axis: int) -> tuple[int, tuple[Any, ...]]:
+def full_tensor(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor.detach()
+
+
+def locate_share(tensor: Any, axis: int) -> tuple[int, tuple[Any, ...]]:
     """Where this rank's share starts along `axis`, and over which groups the tensor is cut."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return 0, ()
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     mesh, placements = tensor.device_mesh, tensor.placements
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
-    if shape != here(tensor).shape:
+    if shape != local_share(tensor).shape:
         raise ValueError(
             f"a weight {list(tensor.shape)} is cut as {placements}, which gives this rank {list(shape)} of it, but it "
-            f"has {list(here(tensor).shape)}; logit control needs weights cut as DTensor itself cuts them."
+            f"has {list(local_share(tensor).shape)}; logit control needs weights cut as DTensor itself cuts them."
         )
     # all that is not copied is cut: FSDP2's strided cut of a tensor-parallel weight is no Shard
-    cut = [dim for dim, placement in enumerate(placements) if not isinstance(placement, Replicate)]
+    cut = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
     return offset[axis], tuple(mesh.get_group(dim) for dim in cut)
 
 
-def accumulated(dtype: torch.dtype) -> torch.dtype:
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """The precision norms and scaled updates of `dtype` are computed in."""
     return torch.promote_types(dtype, torch.float32)
 
@@ -78,13 +82,13 @@ class AllRows:
         alike: dict[tuple[Any, ...], list[tuple[Tensor, Tensor | None]]] = {}
         for tensor, axis, gain, label in unique.values():
             # by the whole's shape and not this rank's share of it: all ranks must count rows in the same order
-            layout = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+            layout = (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None
             kind = (tensor.shape, tensor.dtype, layout, axis, label, gain is None)
             alike.setdefault(kind, []).append((tensor, gain))
         self.stacks: list[list[Source]] = []
         self.count = 0
         for (shape, _, _, axis, label, _), entries in alike.items():
-            start, groups = share(entries[0][0], axis)
+            start, groups = locate_share(entries[0][0], axis)
             rows = shape[axis]
             self.stacks.append([])
             for tensor, gain in entries:
@@ -92,7 +96,7 @@ class AllRows:
                 self.count += rows
         self.first = {id(source.tensor): source.first for stack in self.stacks for source in stack}
         self.device = self.stacks[0][0].local.device
-        self.precision = accumulated(self.stacks[0][0].tensor.dtype)
+        self.precision = wide_dtype(self.stacks[0][0].tensor.dtype)
 
     @property
     def sources(self) -> Iterable[Source]:
@@ -106,10 +110,10 @@ class AllRows:
         """Σ over a row's entries of their squares: [count], the same on every rank."""
         pieces: dict[tuple[Any, ...], list[Tensor]] = {}
         for stack, copy in zip(self.stacks, copies, strict=True):
-            source, precision = stack[0], accumulated(copy.dtype)
+            source, precision = stack[0], wide_dtype(copy.dtype)
             matrices = copy.to(precision)
             if source.gain is not None:
-                gains = torch.stack([self.gain(source) for source in stack]).to(precision)
+                gains = torch.stack([self.local_gain(source) for source in stack]).to(precision)
                 matrices = matrices * gains[:, None, :] if source.axis == 0 else matrices * gains[:, :, None]
             if matrices.dim() == 2:  # biases
                 sums = matrices.square()
@@ -120,27 +124,27 @@ class AllRows:
                 sums = torch.nn.functional.pad(sums, (source.start, after))
             pieces.setdefault(source.groups, []).append(sums.flatten().to(self.precision))
         if len(pieces) == 1:
-            return self.added(torch.cat(next(iter(pieces.values()))), *next(iter(pieces)))
+            return self.add_up(torch.cat(next(iter(pieces.values()))), *next(iter(pieces)))
         ordered = {
-            groups: iter(self.added(torch.cat(parts), *groups).split([len(p) for p in parts]))
+            groups: iter(self.add_up(torch.cat(parts), *groups).split([len(p) for p in parts]))
             for groups, parts in pieces.items()
         }
         return torch.cat([next(ordered[stack[0].groups]) for stack in self.stacks])
 
     @staticmethod
-    def added(sums: Tensor, *groups: Any) -> Tensor:
+    def add_up(sums: Tensor, *groups: Any) -> Tensor:
         for group in groups:
             dist.all_reduce(sums, group=group)
         return sums
 
     @staticmethod
-    def gain(source: Source) -> Tensor:
+    def local_gain(source: Source) -> Tensor:
         """The gain of this rank's columns of a source."""
         assert source.gain is not None
-        gain, columns = whole(source.gain), source.local.shape[1 - source.axis]
+        gain, columns = full_tensor(source.gain), source.local.shape[1 - source.axis]
         if columns == len(gain):
             return gain
-        start, _ = share(source.tensor, 1 - source.axis)
+        start, _ = locate_share(source.tensor, 1 - source.axis)
         return gain[start : start + columns]
 
     def matrix(self, tensor: Tensor, copies: Sequence[Tensor]) -> Tensor:
@@ -150,18 +154,18 @@ class AllRows:
             for source, own in zip(stack, copy, strict=True):
                 if source.tensor is not tensor:
                     continue
-                full = (whole(tensor) if source.groups else own).to(accumulated(own.dtype))
+                full = (full_tensor(tensor) if source.groups else own).to(wide_dtype(own.dtype))
                 if full.dim() == 1:
                     return full[:, None]
                 full = full if source.axis == 0 else full.mT
-                return full if source.gain is None else full * whole(source.gain).to(full.dtype)
+                return full if source.gain is None else full * full_tensor(source.gain).to(full.dtype)
         raise KeyError("the tensor is none of the sources")
 
-    def mine(self, stack: Sequence[Source], per_row: Tensor) -> Tensor:
+    def local_values(self, stack: Sequence[Source], per_row: Tensor) -> Tensor:
         """`per_row` [count] → the values of this rank's rows of a stack, shaped to multiply it."""
         source, local = stack[0], stack[0].local
         values = per_row[source.first : source.first + len(stack) * source.rows].view(len(stack), source.rows)
-        values = values[:, source.start : source.start + local.shape[source.axis]].to(accumulated(local.dtype))
+        values = values[:, source.start : source.start + local.shape[source.axis]].to(wide_dtype(local.dtype))
         if local.dim() == 1:
             return values
         return values[:, :, None] if source.axis == 0 else values[:, None, :]
@@ -177,7 +181,7 @@ class AllRows:
             if stack[0].label not in steps or not updated or not copy.numel():
                 continue
             kept, skipped = steps[stack[0].label]
-            before, scale = copy.to(accumulated(copy.dtype)), self.mine(stack, factors)
+            before, scale = copy.to(wide_dtype(copy.dtype)), self.local_values(stack, factors)
             if skipped is not None:
                 scale, kept = torch.where(skipped > 0, 1.0, scale), torch.where(skipped > 0, 1.0, kept)
             if isinstance(kept, Tensor) or kept != 1.0:
@@ -191,5 +195,5 @@ class AllRows:
         """w ← f·w for every row's f [count], of tensors that some optimiser has."""
         for stack in self.stacks:
             if stack[0].label is not None:
-                for source, scale in zip(stack, self.mine(stack, factors), strict=True):
+                for source, scale in zip(stack, self.local_values(stack, factors), strict=True):
                     source.local.mul_(scale)

@@ -1,6 +1,6 @@
 """The report: one self-contained HTML page about runs and studies, built from their directories alone."""
 
-from qklab.report.page import build
-from qklab.report.serve import serve
+from qklab.report.build import build_report
+from qklab.report.serve import serve_report
 
-__all__ = ["build", "serve"]
+__all__ = ["build_report", "serve_report"]

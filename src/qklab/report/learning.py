@@ -3,17 +3,20 @@
 from collections.abc import Sequence
 from typing import Any
 
-from qklab.study.curves import Curve, compare_along, reachable, sample_efficiency
+from qklab.study.stats.curves import Curve, compare_along, compare_sample_efficiency, find_common_loss
 
 POINTS = 40
+METRIC = "loss"  # of the validation curves that are compared
 
 
-def compared(arm: Sequence[dict[str, Any]], baseline: Sequence[dict[str, Any]], level: float) -> dict[str, Any] | None:
+def compare_learning(
+    arm: Sequence[dict[str, Any]], baseline: Sequence[dict[str, Any]], level: float
+) -> dict[str, Any] | None:
     """Validation curves of runs as the page gets them, paired by seed: the difference against tokens and against time
     with pointwise intervals, and a sentence on sample efficiency. None where there is nothing to compare."""
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"metric": METRIC}
     for axis in ("tokens", "seconds"):
-        own, other = curves(arm, axis), curves(baseline, axis)
+        own, other = curves_by_seed(arm, axis), curves_by_seed(baseline, axis)
         seeds = sorted(own.keys() & other.keys())
         if not seeds:
             continue
@@ -23,18 +26,19 @@ def compared(arm: Sequence[dict[str, Any]], baseline: Sequence[dict[str, Any]], 
             found[axis] = {
                 "n": along.n,
                 "level": level,
-                **{name: short(getattr(along, name)) for name in ("x", "mean", "low", "high")},
+                **{name: round_values(getattr(along, name)) for name in ("x", "mean", "low", "high")},
             }
         if axis == "tokens":
-            found["efficiency"] = sample_efficiency(ours, theirs, reachable(ours, theirs), level).sentence
-    return found or None
+            target = find_common_loss(ours, theirs)
+            found["efficiency"] = compare_sample_efficiency(ours, theirs, target, level).sentence
+    return found if len(found) > 1 else None
 
 
-def curves(runs: Sequence[dict[str, Any]], axis: str) -> dict[int, Curve]:
+def curves_by_seed(runs: Sequence[dict[str, Any]], axis: str) -> dict[int, Curve]:
     """Seed → its validation curve; runs that have none yet, or diverged, are left out."""
     found: dict[int, Curve] = {}
     for run in runs:
-        x, loss = run["curve"][axis], run["curve"]["loss"]
+        x, loss = run["curve"][axis], run["curve"][METRIC]
         if run["status"] == "diverged" or len(x) < 2:
             continue
         try:
@@ -44,5 +48,5 @@ def curves(runs: Sequence[dict[str, Any]], axis: str) -> dict[int, Curve]:
     return found
 
 
-def short(values: Sequence[float] | None) -> list[float] | None:
+def round_values(values: Sequence[float] | None) -> list[float] | None:
     return None if values is None else [float(f"{value:.6g}") for value in values]

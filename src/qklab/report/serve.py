@@ -9,21 +9,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from qklab.report.data import gather
-from qklab.report.maps import Maps
-from qklab.report.page import rendered
+from qklab.report.build import render_report
+from qklab.report.data import gather_data
+from qklab.report.maps import MapCache
 from qklab.runs.directory import RunError
-from qklab.runs.files import reason
+from qklab.runs.files import describe_os_error
 
 SHARE = 30
 WATCHED = ("study.json", "run.json", "summary.json", "metrics.jsonl")
 
 
-class Live:
+class ReportServer:
     """A server of the report on what lies at `paths`, looked at every `every` seconds."""
 
     def __init__(self, paths: Sequence[Path], port: int = 0, every: float = 2.0, *, text: str = ""):
-        self.paths, self.every, self.maps = [Path(path) for path in paths], every, Maps(text)
+        self.paths, self.every, self.maps = [Path(path) for path in paths], every, MapCache(text)
         self.version, self.page = "", b""
         self.seen: tuple[object, ...] = ()
         self.stop = threading.Event()
@@ -31,7 +31,7 @@ class Live:
         try:
             self.server = ThreadingHTTPServer(("127.0.0.1", port), self.handler())
         except (OSError, OverflowError) as error:
-            why = reason(error) if isinstance(error, OSError) else "there is no such port"
+            why = describe_os_error(error) if isinstance(error, OSError) else "there is no such port"
             raise RunError(f"port {port} cannot be served on: {why}; choose another with --port.") from None
         self.server.daemon_threads = True
         self.threads = [threading.Thread(target=work, daemon=True) for work in (self.server.serve_forever, self.watch)]
@@ -42,10 +42,10 @@ class Live:
 
     def refresh(self) -> bool:
         """Build the page anew if anything was recorded since; whether it was."""
-        now = tuple(sorted(stamps(self.paths)))
+        now = tuple(sorted(file_stamps(self.paths)))
         if now == self.seen:
             return False
-        page = rendered(gather(self.paths, self.maps), watch=self.every).encode()
+        page = render_report(gather_data(self.paths, self.maps), watch=self.every).encode()
         self.page, self.seen = page, now
         self.version = str(hash(now))
         return True
@@ -63,11 +63,11 @@ class Live:
                 rest = max(self.every, SHARE * (time.monotonic() - began))
 
     def handler(self) -> type[BaseHTTPRequestHandler]:
-        live = self
+        server = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                answers = {"/": ("text/html", live.page), "/version": ("text/plain", live.version.encode())}
+                answers = {"/": ("text/html", server.page), "/version": ("text/plain", server.version.encode())}
                 host = (self.headers.get("Host") or "").rsplit(":", 1)[0]
                 if self.path not in answers or host not in ("127.0.0.1", "localhost"):
                     self.send_error(404)
@@ -97,7 +97,7 @@ class Live:
             thread.join()
 
 
-def stamps(paths: Sequence[Path]) -> Iterator[tuple[str, int, int]]:
+def file_stamps(paths: Sequence[Path]) -> Iterator[tuple[str, int, int]]:
     """Name, size and time of everything whose change is news."""
     for path in paths:
         for folder, below, names in os.walk(path):
@@ -113,12 +113,12 @@ def stamps(paths: Sequence[Path]) -> Iterator[tuple[str, int, int]]:
                     yield full, stat.st_size, stat.st_mtime_ns
 
 
-def serve(
+def serve_report(
     paths: Sequence[Path], port: int = 8000, every: float = 2.0, *, say: Callable[[str], None] = print, text: str = ""
 ) -> None:
     """Serve the report until Ctrl-C."""
-    with Live(paths, port, every, text=text) as live:
-        say(f"The report is at {live.address} and follows the runs; Ctrl-C ends it.")
+    with ReportServer(paths, port, every, text=text) as server:
+        say(f"The report is at {server.address} and follows the runs; Ctrl-C ends it.")
         try:
             threading.Event().wait()
         except KeyboardInterrupt:

@@ -8,13 +8,12 @@ summary.json    how it ended
 lock            held while a process works in the directory
 """
 
-import fcntl
 import json
 import os
 from pathlib import Path
 from typing import Any, Self
 
-from qklab.runs.files import reason, write_json
+from qklab.runs.files import describe_os_error, lock_file, remove_temporaries, write_json
 from qklab.runs.metrics import read_metrics
 
 FORMAT = 1
@@ -26,7 +25,7 @@ class RunError(ValueError):
 
 
 class RunDirectory:
-    """A run's files. Reading needs nothing; writing needs `with RunDirectory(path).locked():`."""
+    """A run's files. Reading needs nothing; writing needs `lock()`, which leaving the `with` block frees."""
 
     def __init__(self, path: Path | str):
         self.path = Path(path)
@@ -76,26 +75,20 @@ class RunDirectory:
     def write(self, name: str, value: dict[str, Any]) -> None:
         write_json(self.path / name, {"format": FORMAT} | value)
 
-    def locked(self) -> Self:
+    def lock(self) -> Self:
         """Create the directory if need be and hold its lock, which the system frees however this process ends."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+            self._lock = lock_file(self.path / "lock")
         except OSError as error:
-            raise RunError(
-                f"the run directory {self.path} cannot be written: {reason(error)}; choose another with --out."
-            ) from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            holder = os.read(self._lock, 64).decode(errors="replace").strip() or "unknown"
-            os.close(self._lock)
-            self._lock = None
+            why = describe_os_error(error)
+            raise RunError(f"the run directory {self.path} cannot be written: {why}; choose another --out.") from None
+        if self._lock is None:
+            holder = (self.path / "lock").read_text(errors="replace").strip() or "unknown"
             raise RunError(
                 f"{self.path} is in use by another process (pid {holder}); wait for it or choose another --out."
-            ) from None
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+            )
+        remove_temporaries(self.path)
         return self
 
     def release(self) -> None:

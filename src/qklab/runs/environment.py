@@ -10,26 +10,31 @@ from typing import Any
 PACKAGES = ("torch", "triton", "numpy", "tokenizers", "safetensors", "transformers", "liger-kernel")
 
 
-def environment(device: dict[str, Any]) -> dict[str, Any]:
+def describe_environment(device: dict[str, Any]) -> dict[str, Any]:
     """Versions, processor and command of this process; `device` is what the trainer says about its own."""
     return {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "processor": processor(),
+        "processor": describe_processor(),
         "cores": os.cpu_count(),
-        "packages": {name: version for name in PACKAGES if (version := installed(name)) is not None},
+        "packages": {name: version for name in PACKAGES if (version := find_version(name)) is not None},
         "device": device,
     }
 
 
-def installed(package: str) -> str | None:
+def count_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def find_version(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
 
 
-def processor() -> str:
+def describe_processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -37,7 +42,7 @@ def processor() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
-def commit() -> str | None:
+def find_commit() -> str | None:
     """The commit of the checkout this package was imported from, with "+changes" if it differs; None outside one."""
     folder = Path(__file__).resolve().parent
 

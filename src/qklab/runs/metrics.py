@@ -6,55 +6,26 @@ A run that was killed and resumed repeats the steps after its checkpoint. It fir
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
-from qklab.runs.files import reason
+from qklab.runs.files import AppendedFile
 
 Record = dict[str, Any]
 
 
-class MetricsFile:
-    """Appends records; each is on its way to the disk in one write before `append` returns."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        torn = path.exists() and path.stat().st_size > 0 and not ends_with_newline(path)
-        self.descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        if torn:
-            os.write(self.descriptor, b"\n")
-
+class MetricsFile(AppendedFile):
     def append(self, record: Record) -> None:
-        line = json.dumps(plain(record), ensure_ascii=False, allow_nan=False) + "\n"
-        data = line.encode()
-        try:
-            while data:
-                data = data[os.write(self.descriptor, data) :]
-        except OSError as error:
-            raise OSError(error.errno, f"{self.path} cannot be appended to: {reason(error)}") from None
-
-    def flush(self) -> None:
-        """Return once everything appended is on the disk."""
-        os.fsync(self.descriptor)
-
-    def close(self) -> None:
-        os.close(self.descriptor)
+        self.append_line(json.dumps(spell_nonfinite(record), ensure_ascii=False, allow_nan=False))
 
 
-def ends_with_newline(path: Path) -> bool:
-    with open(path, "rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
-
-
-def plain(value: Any) -> Any:
+def spell_nonfinite(value: Any) -> Any:
     """JSON has no NaN or infinity: they become the strings "nan", "inf", "-inf"."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {key: plain(inner) for key, inner in value.items()}
-    return [plain(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {key: spell_nonfinite(inner) for key, inner in value.items()}
+    return [spell_nonfinite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def read_metrics(path: Path, kind: str | None = None) -> list[Record]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from qklab.schema import suggestion
+from qklab.schema import suggest_name
 
 
 class Sink(Protocol):
@@ -69,7 +69,7 @@ class Sinks:
         for name in names:
             if name not in SINKS:
                 raise ValueError(
-                    f"a sink must be one of {', '.join(SINKS)}{suggestion(name, SINKS)}, but {name!r} came."
+                    f"a sink must be one of {', '.join(SINKS)}{suggest_name(name, SINKS)}, but {name!r} came."
                 )
             self._try(name, lambda name=name: self.open.__setitem__(name, SINKS[name](folder, run, config)))
 

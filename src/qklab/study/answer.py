@@ -3,45 +3,54 @@
 import math
 from collections.abc import Sequence
 
-from qklab.study.findings import Findings, findings_of
-from qklab.study.looks import Looks
-from qklab.study.plan import figure
-from qklab.study.results import Result
+from qklab.study.findings import Findings, derive_findings
+from qklab.study.metrics import find_metric
+from qklab.study.plan import write_number
+from qklab.study.records import Analyses, RunResult
 from qklab.study.spec import StudySpec
 
-MEASURES = {"loss": "nats per token", "bits_per_byte": "bits per byte"}
 
-
-def answer(study: StudySpec, results: Sequence[Result], looks: Looks | None = None) -> str:
+def write_answer(study: StudySpec, results: Sequence[RunResult], analyses: Analyses | None = None) -> str:
     """For each corpus the headline, a verdict and the cost of every arm, a table, and what would settle open cases."""
-    return "\n\n".join(told(study, findings_of(study, results, corpus, looks)) for corpus in study.corpora)
+    return "\n\n".join(
+        write_findings(study, derive_findings(study, results, corpus, analyses)) for corpus in study.corpora
+    )
 
 
-def told(study: StudySpec, findings: Findings) -> str:
+def write_findings(study: StudySpec, findings: Findings) -> str:
     lines = [f"{findings.headline}.", ""]
     for arm, verdict in findings.verdicts.items():
         lines.append(f"- {verdict.sentence}" + (f" {findings.costs[arm]}" if arm in findings.costs else ""))
-    blocks = ["\n".join(lines).rstrip(), table(study, findings), *findings.notes, findings.settling]
+    blocks = ["\n".join(lines).rstrip(), write_table(study, findings), *findings.notes, findings.settling]
     if findings.command:
         blocks.append(f"Run: {findings.command}")
     return "\n\n".join(block for block in blocks if block)
 
 
-def table(study: StudySpec, findings: Findings) -> str:
+def write_table(study: StudySpec, findings: Findings) -> str:
     """An arm a row: the mean of the metric on test text, and what the arm took."""
     rows = [
-        [MEASURES[study.metric], "test", "lr", "parameters", "cache/token", "tokens/s", "peak memory", "diverged"],
+        [
+            find_metric(study.metric).unit,
+            "test",
+            "lr",
+            "parameters",
+            "cache/token",
+            "tokens/s",
+            "peak memory",
+            "diverged",
+        ],
     ]
     for arm, took in findings.ledgers.items():
         if not took["runs"]:
             continue
         values = [value for value in findings.values.get(arm, {}).values() if math.isfinite(value)]
-        lr = findings.chosen[arm]
+        lr = findings.lrs[arm]
         rows.append(
             [
                 arm,
                 f"{sum(values) / len(values):.4f}" if values else "–",
-                figure(lr) if lr is not None else "none",
+                write_number(lr) if lr is not None else "none",
                 f"{took['parameters']:,.0f}",
                 f"{took['cache_bytes_per_token']:,.0f} B",
                 f"{took['tokens_per_second']:,.0f}",

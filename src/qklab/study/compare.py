@@ -11,13 +11,13 @@ import torch
 from qklab.data.sources import find_source
 from qklab.model.decoder import Decoder
 from qklab.model.recipes import recipe
-from qklab.schema import suggestion
-from qklab.study.execute import Slots
-from qklab.study.plan import tuning
-from qklab.study.results import result_of
+from qklab.schema import suggest_name
+from qklab.study.executors import WorkerSlots
+from qklab.study.plan import count_runs, plan_tuning_runs
+from qklab.study.records import read_result
 from qklab.study.spec import StudyError, StudySpec
 from qklab.train.objective import Objective
-from qklab.train.progress import duration
+from qklab.train.progress import format_duration
 from qklab.train.spec import RunSpec
 
 BASELINE = "standard"
@@ -67,21 +67,21 @@ LEAST_BYTES, BYTES_PER_TOKEN = 8_000_000, 3.0
 COMPILED = 3000  # steps of a run on a GPU that make up for the time it takes to compile it
 MARGIN = 0.01
 MINUTES = 5.0
-SEEDS = 5  # with three, Holm over four arms and two looks ask for a difference three times as large as with five
-LOOKS = 2  # one, and one after more seeds, which the answer itself may propose
+SEEDS = 5  # with three, Holm over four arms and two analyses ask for a difference three times as large as with five
+ANALYSES = 2  # one, and one after more seeds, which the answer itself may propose
 
 
-def arms_of(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+def select_arms(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """The named arms, the baseline first."""
     for name in names:
         if name not in ARMS:
-            raise StudyError(f"there is no arm {name!r}{suggestion(name, ARMS)}; there are {', '.join(ARMS)}.")
+            raise StudyError(f"there is no arm {name!r}{suggest_name(name, ARMS)}; there are {', '.join(ARMS)}.")
     if not set(names) - {BASELINE}:
         raise StudyError(f"a comparison needs an arm besides {BASELINE}; there are {', '.join(ARMS)}.")
     return {name: ARMS[name] for name in dict.fromkeys([BASELINE, *names])}
 
 
-def room(slots: Slots, size: str, at_once: int | None) -> Slots:
+def share_gpus(slots: WorkerSlots, size: str, at_once: int | None) -> WorkerSlots:
     """The slots for runs of a size: small ones share a GPU, unless it was said how many run at once."""
     together = TOGETHER.get(size, 1) if slots.gpus and at_once is None else 1
     cores = slots.count * slots.threads
@@ -89,20 +89,14 @@ def room(slots: Slots, size: str, at_once: int | None) -> Slots:
     return dataclasses.replace(slots, count=count, threads=max(1, cores // count))
 
 
-def runs_of(study: StudySpec) -> int:
-    """How many runs a study has."""
-    each = study.tuning_seeds * len(study.lrs) + study.seeds - study.tuning_seeds
-    return len(study.corpora) * len(study.arms) * each
-
-
-def planned(
+def plan_comparison(
     texts: Sequence[str],
     *,
     arms: Sequence[str] = DEFAULT,
     minutes: float = MINUTES,
     seeds: int = SEEDS,
     size: str | None = None,
-    slots: Slots,
+    slots: WorkerSlots,
     at_once: int | None = None,
     data: Path | None = None,
     say: Callable[[str], None] = lambda sentence: None,
@@ -112,16 +106,16 @@ def planned(
     if not 0 < minutes < 1e6:
         raise StudyError(f"minutes must be a number above 0, but {minutes:g} came.")
     if size is not None and size not in SIZES:
-        raise StudyError(f"size must be one of {', '.join(SIZES)}{suggestion(size, SIZES)}, but {size!r} came.")
-    arms_of(arms)
+        raise StudyError(f"size must be one of {', '.join(SIZES)}{suggest_name(size, SIZES)}, but {size!r} came.")
+    select_arms(arms)
     for text in texts:
         find_source(text, data)  # a name that is none is told before anything is measured
     say("measuring how fast this machine trains…")
     device = "cuda" if slots.gpus else "cpu"
     chosen = None
     for name in [size] if size is not None else list(SIZES):
-        own = room(slots, name, at_once)
-        study, tokens = sized(name, texts, arms, minutes, seeds, own, device)
+        own = share_gpus(slots, name, at_once)
+        study, tokens = plan_size(name, texts, arms, minutes, seeds, own, device)
         parameters = study.run(BASELINE, study.corpora[0], study.lrs[0], 0).model.parameters()
         if chosen is None or tokens >= TOKENS_PER_PARAMETER * parameters:
             chosen = study, tokens, name, own
@@ -130,30 +124,30 @@ def planned(
     assert chosen is not None
     study, tokens, name, own = chosen
     say(
-        f"{len(study.arms)} arms × {len(study.lrs)} learning rates, then {study.seeds} seeds: {runs_of(study)} runs of "
-        f"{name} on {tokens:,} tokens each, {own.count} at a time; about {duration(60 * minutes)}."
+        f"{len(study.arms)} arms × {len(study.lrs)} learning rates, then {study.seeds} seeds: {count_runs(study)} runs "
+        f"of {name} on {tokens:,} tokens each, {own.count} at a time; about {format_duration(60 * minutes)}."
     )
     return study
 
 
-def refuse_other(
+def refuse_other_comparison(
     study: StudySpec, folder: Path, texts: Sequence[str], arms: Sequence[str] | None, size: str | None
 ) -> None:
     """Raise if what was asked for is not what the comparison in the folder compares."""
     asked = (
         ("texts", list(texts) if texts else None, study.corpora),
-        ("arms", None if arms is None else sorted(arms_of(arms)), sorted(study.arms)),
-        ("a size", size, size_of(study)),
+        ("arms", None if arms is None else sorted(select_arms(arms)), sorted(study.arms)),
+        ("a size", size, find_size(study)),
     )
     for what, wanted, there in asked:
         if wanted is not None and wanted != there:
             raise StudyError(
-                f"{folder} holds a comparison with {what} {told(there)}, but {told(wanted)} came; what is compared is "
-                "fixed once it began, so choose another folder with --out."
+                f"{folder} holds a comparison with {what} {join_words(there)}, but {join_words(wanted)} came; what is "
+                "compared is fixed once it began, so choose another folder with --out."
             )
 
 
-def size_of(study: StudySpec) -> str:
+def find_size(study: StudySpec) -> str:
     """The size the models of a comparison are of."""
     model = study.run(study.baseline, study.corpora[0], study.lrs[0], 0).model
     shapes = {name: settings["model"] for name, (settings, _) in SIZES.items()}
@@ -164,14 +158,16 @@ def size_of(study: StudySpec) -> str:
     return "of its own"
 
 
-def told(names: str | Sequence[str]) -> str:
+def join_words(names: str | Sequence[str]) -> str:
     return names if isinstance(names, str) else ", ".join(names)
 
 
-def extended(study: StudySpec, folder: Path, slots: Slots, seeds: int | None, minutes: float | None) -> StudySpec:
+def extend_comparison(
+    study: StudySpec, folder: Path, slots: WorkerSlots, seeds: int | None, minutes: float | None
+) -> StudySpec:
     """The study with so many more seeds, or with as many as fit into the time by what its runs took; at least one."""
     if seeds is None:
-        ended = [result for run in tuning(study) if (result := result_of(folder, run)) is not None]
+        ended = [result for run in plan_tuning_runs(study) if (result := read_result(folder, run)) is not None]
         taken = [result.process_seconds for result in ended]
         if not taken:
             raise StudyError(f"{folder} has no finished run to reckon with; continue it with --seeds, or without both.")
@@ -183,20 +179,20 @@ def extended(study: StudySpec, folder: Path, slots: Slots, seeds: int | None, mi
     return study.replace(seeds=study.seeds + seeds)
 
 
-def sized(
-    name: str, texts: Sequence[str], arms: Sequence[str], minutes: float, seeds: int, slots: Slots, device: str
+def plan_size(
+    name: str, texts: Sequence[str], arms: Sequence[str], minutes: float, seeds: int, slots: WorkerSlots, device: str
 ) -> tuple[StudySpec, int]:
     """The study of a size with as many tokens a run as the time allows, and that number."""
     settings, lrs = SIZES[name]
     values: dict[str, Any] = {
         "name": f"Attention on {', '.join(Path(text).name for text in texts) or 'stdlib'}",
         "baseline": BASELINE,
-        "arms": arms_of(arms),
+        "arms": select_arms(arms),
         "corpora": list(texts) or ["stdlib"],
         "lrs": list(lrs),
         "seeds": seeds,
         "margin": MARGIN,
-        "looks": LOOKS,
+        "analyses": ANALYSES,
     }
 
     def study(tokens: int) -> StudySpec:
@@ -210,22 +206,22 @@ def sized(
     trial = study(2**20)
     runs = {arm: trial.run(arm, trial.corpora[0], trial.lrs[0], 0) for arm in trial.arms}
     each = runs[BASELINE].tokens_per_step
-    seconds = [step_seconds(run, device, slots.threads) for run in runs.values()]
+    seconds = [measure_step(run, device, slots.threads) for run in runs.values()]
     step = sum(seconds) / len(seconds)
     evaluated = EVALUATIONS * EVALUATED + (SPLITS["valid"] + SPLITS["test"]) * LEAST_BYTES / BYTES_PER_TOKEN
     beside = START[device] + step * evaluated / each / 3  # a forward pass is a third of a step
-    steps = max(20, int((60 * minutes * slots.count / runs_of(trial) - beside) / step))
+    steps = max(20, int((60 * minutes * slots.count / count_runs(trial) - beside) / step))
     return study(steps * each), steps * each
 
 
-def execution_of(study: StudySpec) -> dict[str, Any]:
+def choose_execution(study: StudySpec) -> dict[str, Any]:
     """How the runs of a comparison are carried out: compiled on a GPU where that pays. The study alone decides, so
     that runs added later are carried out alike."""
     steps = study.run(study.baseline, study.corpora[0], study.lrs[0], 0).steps
     return {"compile": "auto" if steps is None or steps >= COMPILED else "no"}
 
 
-def step_seconds(spec: RunSpec, device: str, threads: int, repeats: int = 5) -> float:
+def measure_step(spec: RunSpec, device: str, threads: int, repeats: int = 5) -> float:
     """How long a training step takes, measured on random tokens."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -248,6 +244,6 @@ def step_seconds(spec: RunSpec, device: str, threads: int, repeats: int = 5) -> 
         torch.set_num_threads(before)
 
 
-def folder_of(texts: Sequence[str]) -> Path:
+def default_comparison_folder(texts: Sequence[str]) -> Path:
     """Where a comparison lives unless told otherwise."""
     return Path("comparisons") / ("-".join(Path(text).name for text in texts) or "stdlib")

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from qklab.study.looks import Looks
-from qklab.study.plan import confirming, figure, tuning
-from qklab.study.results import Result, by_seed, chosen_lrs, ledger
+from qklab.study.metrics import find_metric
+from qklab.study.plan import plan_confirming_runs, plan_tuning_runs, write_number
+from qklab.study.records import Analyses, RunResult, choose_learning_rates, collect_values, sum_up_ledger
 from qklab.study.spec import StudySpec
-from qklab.study.stats import Verdict, verdicts
-from qklab.train.progress import duration
+from qklab.study.stats.interim import false_alarm_bound
+from qklab.study.verdict import Verdict, judge_arms
+from qklab.train.progress import format_duration
 
-UNITS = {"loss": "nats", "bits_per_byte": "bits per byte"}
 ALIKE = 0.02  # costs that differ by less are called the same: clocks and allocators are no more exact
 
 
@@ -25,7 +25,7 @@ class Findings:
 
     corpus: str
     metric: str = "loss"
-    chosen: dict[str, float | None] = field(default_factory=dict)
+    lrs: dict[str, float | None] = field(default_factory=dict)
     values: dict[str, dict[int, float]] = field(default_factory=dict)
     verdicts: dict[str, Verdict] = field(default_factory=dict)
     ledgers: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -37,24 +37,28 @@ class Findings:
     planned: int = 0
 
 
-def findings_of(study: StudySpec, results: Sequence[Result], corpus: str, looks: Looks | None = None) -> Findings:
+def derive_findings(
+    study: StudySpec, results: Sequence[RunResult], corpus: str, analyses: Analyses | None = None
+) -> Findings:
     """What a study, finished or not, says on a corpus: each arm at the learning rate that validation text chose."""
-    looks = Looks() if looks is None else looks
-    chosen = chosen_lrs(study, results)
+    analyses = Analyses() if analyses is None else analyses
+    lrs = choose_learning_rates(study, results)
     ended = {result.planned for result in results}
-    untuned = [arm for arm in study.arms if any((r.corpus, r.arm) == (corpus, arm) for r in {*tuning(study)} - ended)]
+    untuned = [
+        arm for arm in study.arms if any((r.corpus, r.arm) == (corpus, arm) for r in {*plan_tuning_runs(study)} - ended)
+    ]
     findings = Findings(
         corpus,
         study.metric,
-        chosen={arm: chosen[corpus, arm] for arm in study.arms},
-        ledgers={arm: ledger(results, corpus, arm, study.lrs) for arm in study.arms},
-        planned=sum(run.corpus == corpus for run in [*tuning(study), *confirming(study, chosen)]),
+        lrs={arm: lrs[corpus, arm] for arm in study.arms},
+        ledgers={arm: sum_up_ledger(results, corpus, arm, study.lrs) for arm in study.arms},
+        planned=sum(run.corpus == corpus for run in [*plan_tuning_runs(study), *plan_confirming_runs(study, lrs)]),
     )
-    findings.costs = costs_of(study, findings.ledgers)
-    hopeless = [arm for arm in study.arms if findings.chosen[arm] is None and arm not in untuned]
-    begun = {arm: own for arm in study.arms if (own := by_seed(study, results, chosen, corpus, arm))}
+    findings.costs = compare_costs(study, findings.ledgers)
+    hopeless = [arm for arm in study.arms if findings.lrs[arm] is None and arm not in untuned]
+    begun = {arm: own for arm in study.arms if (own := collect_values(study, results, lrs, corpus, arm))}
     if untuned:
-        findings.notes.append(f"Learning rates are still being tried for {listed(untuned)}.")
+        findings.notes.append(f"Learning rates are still being tried for {join_names(untuned)}.")
     missing = [arm for arm in study.arms if arm not in begun and arm not in hopeless]
     seeds = set.intersection(*({*own} for own in begun.values())) if begun else set[int]()
     compared = [arm for arm in (*begun, *hopeless) if arm != study.baseline]
@@ -66,75 +70,76 @@ def findings_of(study: StudySpec, results: Sequence[Result], corpus: str, looks:
         findings.notes.append("A comparison needs a seed that has ended in every arm that has begun.")
     else:
         if missing:
-            findings.notes.append(f"No result yet of {listed(missing)}.")
+            findings.notes.append(f"No result yet of {join_names(missing)}.")
         failed = dict.fromkeys(sorted(seeds), math.inf)
         findings.values = {
             arm: failed if arm in hopeless else {seed: begun[arm][seed] for seed in sorted(seeds)}
             for arm in (study.baseline, *compared)
         }
-        judge(study, results, findings, hopeless, looks)
+        add_verdicts(study, results, findings, hopeless, analyses)
     return findings
 
 
-def judge(
-    study: StudySpec, results: Sequence[Result], findings: Findings, hopeless: Sequence[str], looks: Looks
+def add_verdicts(
+    study: StudySpec, results: Sequence[RunResult], findings: Findings, hopeless: Sequence[str], analyses: Analyses
 ) -> None:
     """Fill in the verdicts and what follows from them."""
     arms = {arm: own for arm, own in findings.values.items() if arm != study.baseline}
-    unit = UNITS[study.metric]
-    found = verdicts(
+    found = judge_arms(
         arms,
         findings.values[study.baseline],
         study.margin,
         name=study.baseline,
         alpha=study.alpha,
-        unit=unit,
-        looks=study.looks,
+        metric=find_metric(study.metric),
+        analyses=study.analyses,
     )
-    rates = ", ".join(map(figure, study.lrs))
+    rates = ", ".join(map(write_number, study.lrs))
     for arm in hopeless:
         took = findings.ledgers[arm]
         sentence = f"{arm} diverged at every learning rate ({rates}): {took['diverged']} of {took['runs']} runs."
         found[arm] = dataclasses.replace(found[arm], sentence=sentence)
     findings.verdicts = found
     words = {arm: verdict.verdict for arm, verdict in found.items()}
-    findings.headline = headline(words, study.baseline, findings.corpus)
-    settle_all(study, results, findings, looks)
-    if len(looks) > study.looks:
+    findings.headline = write_headline(words, study.baseline, findings.corpus)
+    propose_seeds(study, results, findings, analyses)
+    taken = len(analyses.taken)
+    if taken > study.analyses:
+        bound, seeds = false_alarm_bound(study.alpha, study.analyses, taken), [str(n) for n in analyses.seeds]
         findings.notes.append(
-            f"The study has been judged {len(looks)} times, at {listed([str(n) for n in looks.seeds])} seeds, and was "
-            f"planned for {study.looks} (looks): the chance of a false alarm is up to "
-            f"{100 * study.alpha * len(looks) / study.looks:.3g} % instead of {100 * study.alpha:.3g} %."
+            f"The study has been judged {taken} times, at {join_names(seeds)} seeds, and was planned for "
+            f"{study.analyses} (analyses): the chance of a false alarm is up to {100 * bound:.3g} % instead of "
+            f"{100 * study.alpha:.3g} %."
         )
 
 
-def headline(words: Mapping[str, str], baseline: str, corpus: str) -> str:
+def write_headline(words: Mapping[str, str], baseline: str, corpus: str) -> str:
     """The verdicts in one line."""
     of = {word: [arm for arm, own in words.items() if own == word] for word in set(words.values())}
-    told: list[str] = []
+    parts: list[str] = []
     if "better" in of:
-        told.append(f"{listed(of['better'])} {'beats' if len(of['better']) == 1 else 'beat'} {baseline}")
+        parts.append(f"{join_names(of['better'])} {'beats' if len(of['better']) == 1 else 'beat'} {baseline}")
     if "equivalent" in of:
-        told.append(
-            f"{listed(of['equivalent'])} {'does' if len(of['equivalent']) == 1 else 'do'} as well as {baseline}"
+        parts.append(
+            f"{join_names(of['equivalent'])} {'does' if len(of['equivalent']) == 1 else 'do'} as well as {baseline}"
         )
     if "worse" in of:
-        told.append(f"{listed(of['worse'])} {'is' if len(of['worse']) == 1 else 'are'} worse than {baseline}")
+        parts.append(f"{join_names(of['worse'])} {'is' if len(of['worse']) == 1 else 'are'} worse than {baseline}")
     if "diverged" in of:
-        told.append(f"{listed(of['diverged'])} diverged")
+        parts.append(f"{join_names(of['diverged'])} diverged")
     if "open" in of:
         verb = "differs" if len(of["open"]) == 1 else "differ"
-        told.append(f"whether {listed(of['open'])} {verb} from {baseline} is open")
+        parts.append(f"whether {join_names(of['open'])} {verb} from {baseline} is open")
     if "one seed" in of:
-        told.append(f"{listed(of['one seed'])}: one seed, an anecdote")
-    return f"On {corpus}, " + "; ".join(told)
+        parts.append(f"{join_names(of['one seed'])}: one seed, an anecdote")
+    return f"On {corpus}, " + "; ".join(parts)
 
 
-def listed(names: Sequence[str]) -> str:
+def join_names(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def settle_all(study: StudySpec, results: Sequence[Result], findings: Findings, looks: Looks) -> None:
+def propose_seeds(study: StudySpec, results: Sequence[RunResult], findings: Findings, analyses: Analyses) -> None:
     """Say what would settle the open cases, how long it would take, and with which command."""
     wanted: dict[int, list[str]] = {}
     never: list[str] = []
@@ -144,45 +149,46 @@ def settle_all(study: StudySpec, results: Sequence[Result], findings: Findings, 
             never.append(arm)
         elif more:
             wanted.setdefault(more, []).append(arm)
-    told: list[str] = []
+    parts: list[str] = []
     for more in sorted(wanted):
         seeds = "1 more seed" if more == 1 else f"{more} more seeds"
-        told.append(f"{listed(wanted[more])}: {seeds}, about {duration(seconds_for(study, results, more, looks))}")
-    sentences = [f"What would settle it: {'; '.join(told)}."] if told else []
+        time = format_duration(estimate_seconds(study, results, more, analyses))
+        parts.append(f"{join_names(wanted[more])}: {seeds}, about {time}")
+    sentences = [f"What would settle it: {'; '.join(parts)}."] if parts else []
     if never:
-        sentences.append(f"Not even 100 more seeds would settle {listed(never)}.")
+        sentences.append(f"Not even 100 more seeds would settle {join_names(never)}.")
     findings.settling = " ".join(sentences)
-    if wanted and looks.command:
-        findings.command = looks.to_add(min(wanted), study.seeds)
+    if wanted and analyses.command:
+        findings.command = analyses.write_command(min(wanted), study.seeds)
 
 
-def seconds_for(study: StudySpec, results: Sequence[Result], more: int, looks: Looks) -> float:
+def estimate_seconds(study: StudySpec, results: Sequence[RunResult], more: int, analyses: Analyses) -> float:
     """How long so many more seeds of every arm would take, by what runs took so far."""
     each = [result.process_seconds for result in results]
     runs = more * len(study.arms) * len(study.corpora)
-    return runs * sum(each) / max(1, len(each)) / min(runs, looks.at_once)
+    return runs * sum(each) / max(1, len(each)) / min(runs, analyses.at_once)
 
 
-def costs_of(study: StudySpec, ledgers: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+def compare_costs(study: StudySpec, ledgers: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Arm → what it costs beside the baseline in time, memory and cache."""
     base, found = ledgers[study.baseline], dict[str, str]()
     for arm, own in ledgers.items():
         if arm == study.baseline or not own["runs"] or not base["runs"]:
             continue
         parts = [
-            change("time per token", base["tokens_per_second"], own["tokens_per_second"]),
-            change("peak memory", own["peak_memory_bytes"], base["peak_memory_bytes"]),
-            change("cache", own["cache_bytes_per_token"], base["cache_bytes_per_token"]),
-            change("parameters", own["parameters"], base["parameters"], exact=True, fewer="fewer"),
+            describe_cost_change("time per token", base["tokens_per_second"], own["tokens_per_second"]),
+            describe_cost_change("peak memory", own["peak_memory_bytes"], base["peak_memory_bytes"]),
+            describe_cost_change("cache", own["cache_bytes_per_token"], base["cache_bytes_per_token"]),
+            describe_cost_change("parameters", own["parameters"], base["parameters"], exact=True, fewer="fewer"),
         ]
-        alike = [name for name, told in parts if told is None]
-        differ = [f"{told} {name}" for name, told in parts if told is not None]
-        same = [f"the same {listed(alike)}"] if alike else []
-        found[arm] = f"{arm} takes {listed(differ + same)}."
+        alike = [name for name, change in parts if change is None]
+        differ = [f"{change} {name}" for name, change in parts if change is not None]
+        same = [f"the same {join_names(alike)}"] if alike else []
+        found[arm] = f"{arm} takes {join_names(differ + same)}."
     return found
 
 
-def change(
+def describe_cost_change(
     name: str, own: float | None, base: float | None, exact: bool = False, fewer: str = "less"
 ) -> tuple[str, str | None]:
     """By how much more or less; None where it is the same, or not known."""

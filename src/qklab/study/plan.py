@@ -13,7 +13,7 @@ LONGEST = 100  # bytes of a path's component; file systems take 255
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedRun:
     """One run: at which learning rate an arm trains on a corpus from a seed."""
 
     corpus: str
@@ -21,29 +21,31 @@ class Planned:
     lr: float
     seed: int
 
-    def folder(self, study: Path) -> Path:
-        return study / "runs" / self.place
+    def folder_in(self, study: Path) -> Path:
+        return study / "runs" / self.path
 
     @property
-    def place(self) -> Path:
+    def path(self) -> Path:
         """The run's own path within a study."""
-        return Path(file_name(self.corpus), file_name(self.arm), f"lr{figure(self.lr)}-seed{self.seed}")
+        return Path(
+            encode_file_name(self.corpus), encode_file_name(self.arm), f"lr{write_number(self.lr)}-seed{self.seed}"
+        )
 
-    def spec(self, study: StudySpec) -> RunSpec:
+    def resolve_spec(self, study: StudySpec) -> RunSpec:
         return study.run(self.arm, self.corpus, self.lr, self.seed)
 
     @property
     def name(self) -> str:
-        return f"{self.arm} · {self.corpus} · lr {figure(self.lr)} · seed {self.seed}"
+        return f"{self.arm} · {self.corpus} · lr {write_number(self.lr)} · seed {self.seed}"
 
 
-def figure(number: float) -> str:
+def write_number(number: float) -> str:
     """The number in as few digits as tell it from every other."""
     short = f"{number:g}"
     return short if float(short) == number else repr(number)
 
 
-def file_name(name: str) -> str:
+def encode_file_name(name: str) -> str:
     """A name as one component of a path, different names different."""
     plain = quote(name, safe="=+")
     if plain.startswith("."):
@@ -53,20 +55,26 @@ def file_name(name: str) -> str:
     return f"{plain[: LONGEST - 18]}%~{hashlib.sha256(name.encode()).hexdigest()[:16]}"  # quote never writes %~
 
 
-def tuning(study: StudySpec) -> Iterator[Planned]:
+def plan_tuning_runs(study: StudySpec) -> Iterator[PlannedRun]:
     """Every arm at every learning rate, for the seeds that tune; a seed's arms next to each other."""
     for corpus in study.corpora:
         for seed in range(study.tuning_seeds):
             for lr in study.lrs:
                 for arm in study.arms:
-                    yield Planned(corpus, arm, lr, seed)
+                    yield PlannedRun(corpus, arm, lr, seed)
 
 
-def confirming(study: StudySpec, chosen: Mapping[tuple[str, str], float | None]) -> Iterator[Planned]:
-    """The other seeds, at the learning rate `chosen` for (corpus, arm); none for an arm that found none."""
+def plan_confirming_runs(study: StudySpec, lrs: Mapping[tuple[str, str], float | None]) -> Iterator[PlannedRun]:
+    """The other seeds, at the learning rate `lrs` has for (corpus, arm); none for an arm that found none."""
     for corpus in study.corpora:
         for seed in range(study.tuning_seeds, study.seeds):
             for arm in study.arms:
-                lr = chosen.get((corpus, arm))
+                lr = lrs.get((corpus, arm))
                 if lr is not None:
-                    yield Planned(corpus, arm, lr, seed)
+                    yield PlannedRun(corpus, arm, lr, seed)
+
+
+def count_runs(study: StudySpec) -> int:
+    """How many runs a study has if no arm diverges at every learning rate."""
+    each = study.tuning_seeds * len(study.lrs) + study.seeds - study.tuning_seeds
+    return len(study.corpora) * len(study.arms) * each

@@ -9,12 +9,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from qklab import register
 from qklab.runs.directory import RunError
-from qklab.schema import Rule, Spec, SpecError, checked, choice, real, shown, suggestion, text, whole
-from qklab.train.spec import RunSpec, merged, read_toml, resolve
+from qklab.schema import (
+    Rule,
+    Spec,
+    SpecError,
+    checked_field,
+    choice_field,
+    format_value,
+    integer_field,
+    number_field,
+    suggest_name,
+    text_field,
+)
+from qklab.study.metrics import find_metric, list_metrics
+from qklab.train.settings import merge_settings, read_toml, resolve_run
+from qklab.train.spec import RunSpec
 
 MATCHES = ("tokens", "seconds", "flops", "parameters")
-METRICS = ("loss", "bits_per_byte")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._=+-]{0,59}")
 
 
@@ -22,23 +35,23 @@ class StudyError(RunError):
     """A study that cannot be carried out as asked."""
 
 
-def arms_table(value: Any) -> Any:
+def check_arms(value: Any) -> Any:
     if not isinstance(value, Mapping) or len(value) < 2:
         raise ValueError("must be a table of at least two arms, each with the settings it changes")
     for name, changes in value.items():
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise ValueError(
                 "must have names of at most 60 letters, digits, spaces and . _ = + -, a letter or digit first, and "
-                f"{shown(name)} is none"
+                f"{format_value(name)} is none"
             )
         if not isinstance(changes, Mapping):
-            raise ValueError(f"must be a table of settings for each arm, and {name!r} is {shown(changes)}")
+            raise ValueError(f"must be a table of settings for each arm, and {name!r} is {format_value(changes)}")
     if len({name.casefold() for name in value}) < len(value):
         raise ValueError("must have names that differ in more than capitals, since some file systems see no difference")
     return {name: dict(changes) for name, changes in value.items()}
 
 
-def settings_table(value: Any) -> Any:
+def check_settings(value: Any) -> Any:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
@@ -46,7 +59,7 @@ def settings_table(value: Any) -> Any:
     return dict(value)
 
 
-def learning_rates(value: Any) -> Any:
+def check_learning_rates(value: Any) -> Any:
     numbers = list(value) if isinstance(value, list | tuple) else []
     fine = all(isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < math.inf for x in numbers)
     if not numbers or not fine or len(set(numbers)) != len(numbers):
@@ -54,7 +67,7 @@ def learning_rates(value: Any) -> Any:
     return sorted(float(x) for x in numbers)
 
 
-def corpora_list(value: Any) -> Any:
+def check_corpora(value: Any) -> Any:
     names = [value] if isinstance(value, str) else list(value) if isinstance(value, list | tuple) else []
     if not names or not all(isinstance(name, str) and name for name in names) or len(set(names)) != len(names):
         raise ValueError("must be a corpus or a list of different corpora")
@@ -77,31 +90,32 @@ class StudySpec(Spec):
             validation loss, chosen for each arm and corpus.
         match: What all arms get the same of: training `tokens`, `seconds` or `flops`; or `parameters` (and tokens), for
             which the MLP of the other arms is made wider or narrower.
-        metric: What is compared, on test text: `loss` (nats per token) or `bits_per_byte`.
+        metric: What is compared, on test text, by a name of the registry: `loss` (nats per token), `bits_per_byte`…
         alpha: The chance of a false "better" or "worse" that is accepted, over all arms together.
-        looks: How often the study may be judged, if seeds are added after a look; each look gets its part of `alpha`.
+        analyses: How often the study may be judged, if seeds are added after an interim analysis; each gets its part of
+            `alpha`.
         margin: A difference of the metric that does not matter to you.
     """
 
-    name: str = text("study")
-    baseline: str = text()
-    arms: dict[str, dict[str, Any]] = checked(arms_table)
-    base: dict[str, Any] = checked(settings_table, None)
-    corpora: list[str] = checked(corpora_list, ("stdlib",))
-    lrs: list[float] = checked(learning_rates, (3e-3,))
-    seeds: int = whole(3, at_most=1000)
-    tuning_seeds: int = whole(1, at_most=1000)
-    match: Literal["tokens", "seconds", "flops", "parameters"] = choice("tokens", MATCHES)
-    metric: Literal["loss", "bits_per_byte"] = choice("loss", METRICS)
-    alpha: float = real(0.05, above=0.0, at_most=0.5)
-    looks: int = whole(1, at_most=100)
-    margin: float = real(0.01, above=0.0)
+    name: str = text_field("study")
+    baseline: str = text_field()
+    arms: dict[str, dict[str, Any]] = checked_field(check_arms)
+    base: dict[str, Any] = checked_field(check_settings, None)
+    corpora: list[str] = checked_field(check_corpora, ("stdlib",))
+    lrs: list[float] = checked_field(check_learning_rates, (3e-3,))
+    seeds: int = integer_field(3, at_most=1000)
+    tuning_seeds: int = integer_field(1, at_most=1000)
+    match: Literal["tokens", "seconds", "flops", "parameters"] = choice_field("tokens", MATCHES)
+    metric: str = choice_field("loss", register.metric)
+    alpha: float = number_field(0.05, above=0.0, at_most=0.5)
+    analyses: int = integer_field(1, at_most=100)
+    margin: float = number_field(0.01, above=0.0)
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             "baseline",
             lambda s: s.baseline not in s.arms,
-            lambda s: f"there is no such arm{suggestion(s.baseline, s.arms)}; the arms are {', '.join(s.arms)}",
+            lambda s: f"there is no such arm{suggest_name(s.baseline, s.arms)}; the arms are {', '.join(s.arms)}",
             lambda s: {"baseline": next(iter(s.arms))},
         ),
         Rule(
@@ -115,9 +129,9 @@ class StudySpec(Spec):
     @property
     def fingerprint(self) -> str:
         """SHA-256 of everything but the number of seeds, which a study may be given more of."""
-        return hashlib.sha256(json.dumps(canonical(self.fixed()), sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(canonicalise(self.fixed_settings()), sort_keys=True).encode()).hexdigest()
 
-    def fixed(self) -> dict[str, Any]:
+    def fixed_settings(self) -> dict[str, Any]:
         """What may not change once a run has begun."""
         return {name: value for name, value in self.to_dict().items() if name != "seeds"}
 
@@ -132,28 +146,30 @@ class StudySpec(Spec):
                         f"arm {arm}: corpus.valid and corpus.test must be the baseline's; set them in base.",
                         "corpus",
                     )
-                if self.metric == "loss" and (own.tokenizer, own.vocab) != (other.tokenizer, other.vocab):
+                metric = find_metric(self.metric)
+                if metric.needs_one_tokenizer and (own.tokenizer, own.vocab) != (other.tokenizer, other.vocab):
+                    others = " or ".join(repr(each.name) for each in list_metrics() if not each.needs_one_tokenizer)
                     raise SpecError(
-                        f"arm {arm} has another tokenizer than {self.baseline}, and nats per token compare under one "
-                        "only; set metric='bits_per_byte'.",
+                        f"arm {arm} has another tokenizer than {self.baseline}, and {metric.unit} compare under one "
+                        f"only; set metric={others}.",
                         "metric",
                     )
 
     def run(self, arm: str, corpus: str, lr: float, seed: int) -> RunSpec:
         """One run of the study."""
         own = {"corpus": {"source": corpus}, "optimiser": {"lr": lr}, "seed": seed}
-        spec = self.resolved(arm, own)
+        spec = self.resolve_arm(arm, own)
         if arm == self.baseline or self.match in ("tokens", "seconds"):
             return spec
-        base = self.resolved(self.baseline, own)
+        base = self.resolve_arm(self.baseline, own)
         if self.match == "flops":
-            return spec.replace(budget=spec.budget.replace(tokens=None, seconds=None, flops=flops_of(base)))
+            return spec.replace(budget=spec.budget.replace(tokens=None, seconds=None, flops=count_run_flops(base)))
         try:
-            return spec.replace(model=as_large_as(spec.model, base.model.parameters()))
+            return spec.replace(model=match_parameters(spec.model, base.model.parameters()))
         except SpecError as error:
             raise SpecError(f"arm {arm}: {error}", error.field, error.nearest) from None
 
-    def resolved(self, arm: str, own: Mapping[str, Any]) -> RunSpec:
+    def resolve_arm(self, arm: str, own: Mapping[str, Any]) -> RunSpec:
         """The run of an arm before it is matched with the baseline."""
         for where, table in (("base", self.base), (f"arm {arm}", self.arms[arm])):
             refuse_settings_of_study(where, table)
@@ -162,7 +178,7 @@ class StudySpec(Spec):
         if self.match == "parameters" and "mlp_ratio" in self.arms[arm].get("model", {}):
             raise SpecError(f"arm {arm}: match='parameters' sets model.mlp_ratio itself; leave it out.", "mlp_ratio")
         try:
-            spec, _ = resolve(merged(merged(self.base, self.arms[arm]), own))
+            spec, _ = resolve_run(merge_settings(merge_settings(self.base, self.arms[arm]), own))
         except SpecError as error:
             raise SpecError(f"arm {arm}: {error}", error.field, error.nearest) from None
         wanted = "seconds" if self.match == "seconds" else "tokens"
@@ -175,7 +191,7 @@ def refuse_settings_of_study(where: str, table: Mapping[str, Any]) -> None:
     """Raise for settings in the base or an arm that the study itself makes, and for tables that are none."""
     for name in ("model", "attention", "corpus", "optimiser"):
         if name in table and not isinstance(table[name], Mapping):
-            raise SpecError(f"{where}: {name} must be a table of settings, but {shown(table[name])} came.", name)
+            raise SpecError(f"{where}: {name} must be a table of settings, but {format_value(table[name])} came.", name)
     for name, word, instead in (("corpus", "source", "corpora"), ("optimiser", "lr", "lrs")):
         if word in table.get(name, {}):
             raise SpecError(f"{where}: {name}.{word} is set by the study; write it in {instead}.", name)
@@ -184,16 +200,16 @@ def refuse_settings_of_study(where: str, table: Mapping[str, Any]) -> None:
             raise SpecError(f"{where}: {name} is set by the study; {why}.", name)
 
 
-def canonical(value: Any) -> Any:
+def canonicalise(value: Any) -> Any:
     """The value with whole numbers written one way, so that 1 and 1.0 are the same setting."""
     if isinstance(value, Mapping):
-        return {name: canonical(inner) for name, inner in value.items()}
+        return {name: canonicalise(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [canonical(inner) for inner in value]
+        return [canonicalise(inner) for inner in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def flops_of(spec: RunSpec) -> float:
+def count_run_flops(spec: RunSpec) -> float:
     """What the run will have computed at its end."""
     assert spec.steps is not None
     exact = spec.steps * spec.flops_per_step
@@ -201,7 +217,7 @@ def flops_of(spec: RunSpec) -> float:
     return nearest if nearest <= exact else math.nextafter(nearest, 0.0)  # rounded up it would be a step more
 
 
-def as_large_as(model: Any, parameters: int) -> Any:
+def match_parameters(model: Any, parameters: int) -> Any:
     """The model with its MLP's hidden width changed so that it has as nearly as possible this many parameters."""
     each = model.replace(mlp_ratio=2 / model.width).parameters() - model.replace(mlp_ratio=1 / model.width).parameters()
     hidden = model.hidden + round((parameters - model.parameters()) / each)

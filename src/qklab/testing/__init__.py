@@ -1,6 +1,17 @@
 """What our tests and our users' tests share."""
 
-from qklab.testing.contracts import CONTRACTS, contracts_of
-from qklab.testing.grid import grid, randomised
+from qklab.testing.contracts import CONTRACTS, DECODER_CONTRACTS, contracts_of
+from qklab.testing.grid import PATTERNS, grid, randomise
+from qklab.testing.numerics import close, poison_memory, within_budget
 
-__all__ = ["CONTRACTS", "contracts_of", "grid", "randomised"]
+__all__ = [
+    "CONTRACTS",
+    "DECODER_CONTRACTS",
+    "PATTERNS",
+    "close",
+    "contracts_of",
+    "grid",
+    "poison_memory",
+    "randomise",
+    "within_budget",
+]

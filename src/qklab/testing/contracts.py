@@ -1,17 +1,21 @@
-"""What every attention layer promises, whatever its spec: one check per promise, for every spec of the grid."""
+"""What every attention layer promises, whatever its spec, and every decoder of such layers: one check per promise."""
 
 import io
+import json
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from qklab.attention.layer import Attention
 from qklab.attention.spec import AttentionSpec
-from qklab.testing.grid import randomised
+from qklab.model.decoder import Decoder
+from qklab.model.spec import DecoderSpec
+from qklab.testing.grid import randomise
+from qklab.testing.numerics import close, within_budget
 
 BATCH, TOKENS = 2, 6
 
@@ -19,19 +23,8 @@ BATCH, TOKENS = 2, 6
 def layer_and_input(spec: AttentionSpec, device: str) -> tuple[Attention, Tensor]:
     """A randomised float64 layer (not the first: λ_init depends on it) and x [2, 6, width]."""
     torch.manual_seed(0)
-    attention = randomised(Attention(spec, layer=2)).to(device)
+    attention = randomise(Attention(spec, layer=2)).to(device)
     return attention, torch.randn(BATCH, TOKENS, spec.width, dtype=torch.float64).to(device)
-
-
-def close(actual: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10)
-
-
-def within_budget(actual: Tensor, low_precision: Tensor, exact: Tensor) -> None:
-    """The error against float64 stays within twice that of an independent low-precision run, plus one rounding."""
-    allowed = 2 * (low_precision.double() - exact).norm() + torch.finfo(actual.dtype).eps * exact.norm()
-    error = (actual.double() - exact).norm()
-    assert error <= allowed, f"error {float(error):.2e} exceeds {float(allowed):.2e}"
 
 
 def causality(spec: AttentionSpec, device: str) -> None:
@@ -88,12 +81,12 @@ def gradients(spec: AttentionSpec, device: str) -> None:
     assert torch.autograd.gradcheck(outputs, [t.requires_grad_() for t in inputs], fast_mode=True)
 
 
-def outputs_and_gradients(attention: Attention, call: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
+def outputs_and_gradients(module: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
     """y, and the gradients of Σ y² by every parameter."""
-    attention.zero_grad()
+    module.zero_grad()
     y = call(x)
     y.square().sum().backward()
-    return [y.detach(), *(p.grad for p in attention.parameters() if p.grad is not None)]
+    return [y.detach(), *(p.grad for p in module.parameters() if p.grad is not None)]
 
 
 def compilation(spec: AttentionSpec, device: str) -> None:
@@ -118,7 +111,7 @@ def inductor(spec: AttentionSpec, device: str) -> None:
         within_budget(actual, low, truth)
 
 
-def counts(spec: AttentionSpec, device: str) -> None:
+def costs(spec: AttentionSpec, device: str) -> None:
     """`parameters()` and `flops_per_token()` are what the layer has and what torch's counter sees."""
     attention, x = layer_and_input(spec, device)
     assert sum(parameter.numel() for parameter in attention.parameters()) == spec.parameters()
@@ -163,7 +156,7 @@ CONTRACTS: dict[str, Contract] = {
         packing,
         gradients,
         compilation,
-        counts,
+        costs,
         cache_size,
         saving,
     )
@@ -174,3 +167,72 @@ CAUSAL_ONLY = {"causality", "cached_decoding", "left_padding", "cache_size"}
 def contracts_of(spec: AttentionSpec) -> list[str]:
     """The promises this spec makes: those about order and caches only where it is causal."""
     return [name for name in CONTRACTS if spec.causal or name not in CAUSAL_ONLY]
+
+
+def decoder_and_ids(spec: DecoderSpec, device: str) -> tuple[Decoder, Tensor]:
+    """A randomised float64 decoder and ids [2, 6]."""
+    decoder = randomise(Decoder(spec, seed=0)).to(device)
+    ids = torch.randint(spec.vocab, (BATCH, TOKENS), generator=torch.Generator().manual_seed(1))
+    return decoder.eval(), ids.to(device)
+
+
+def decoder_costs(spec: DecoderSpec, device: str) -> None:
+    """Parameters, FLOPs and cache bytes are what the spec says."""
+    decoder, ids = decoder_and_ids(spec, device)
+    assert sum(parameter.numel() for parameter in decoder.parameters()) == spec.parameters()
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        decoder(ids)
+    assert counter.get_total_flops() == ids.numel() * spec.flops_per_token(TOKENS)
+    if spec.causal:
+        assert decoder.new_cache(BATCH, TOKENS).bytes == BATCH * spec.cache_bytes(TOKENS, torch.float64)
+
+
+@torch.no_grad()
+def decoder_caching(spec: DecoderSpec, device: str) -> None:
+    """Chunks over a growing cache give the full forward's logits, and left-padded rows those of the rows alone."""
+    if not spec.causal:
+        return
+    decoder, ids = decoder_and_ids(spec, device)
+    cache = decoder.new_cache(BATCH, tokens=4)
+    close(torch.cat([decoder(chunk, cache=cache) for chunk in ids.split([3, 2, 1], 1)], 1), decoder(ids))
+    cache = decoder.new_cache(BATCH, TOKENS, left_padding=torch.tensor([2, 0]))
+    padded = torch.cat([decoder(chunk, cache=cache) for chunk in ids.split([4, 1, 1], 1)], 1)
+    close(padded[0, 2:], decoder(ids[:1, 2:])[0])
+    close(padded[1], decoder(ids[1:])[0])
+
+
+@torch.no_grad()
+def decoder_packing(spec: DecoderSpec, device: str) -> None:
+    """Texts packed into one row give what each gives alone."""
+    decoder, ids = decoder_and_ids(spec, device)
+    packed = decoder(ids[:1], segments=torch.tensor([[0, 0, 0, 1, 2, 2]], device=device))
+    close(packed, torch.cat([decoder(text) for text in ids[:1].split([3, 1, 2], 1)], 1))
+
+
+def decoder_compilation(spec: DecoderSpec, device: str) -> None:
+    """torch.compile(fullgraph=True) gives eager's logits and gradients, recomputing the layers of a pattern."""
+    decoder, ids = decoder_and_ids(spec, device)
+    eager = outputs_and_gradients(decoder, decoder, ids)
+    decoder.recompute("layers" if len(spec.pattern) > 1 else "none")
+    torch._dynamo.reset()
+    compiled = torch.compile(decoder, fullgraph=True, backend="aot_eager")
+    for actual, expected in zip(outputs_and_gradients(decoder, compiled, ids), eager, strict=True):
+        close(actual, expected)
+
+
+@torch.no_grad()
+def decoder_saving(spec: DecoderSpec, device: str) -> None:
+    """A decoder rebuilt from its spec's JSON and its state dict is the same decoder."""
+    decoder, ids = decoder_and_ids(spec, device)
+    again = DecoderSpec.from_dict(json.loads(json.dumps(spec.to_dict())))
+    twin = Decoder(again, seed=1).double().to(device).eval()
+    twin.load_state_dict(decoder.state_dict())
+    assert again == spec
+    assert hash(again) == hash(spec)
+    assert torch.equal(twin(ids), decoder(ids))
+
+
+DECODER_CONTRACTS: dict[str, Callable[[DecoderSpec, str], None]] = {
+    contract.__name__: contract
+    for contract in (decoder_costs, decoder_caching, decoder_packing, decoder_compilation, decoder_saving)
+}

@@ -3,14 +3,15 @@
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
-from qklab.attention.layer import Attention
 from qklab.attention.spec import AttentionSpec, CouplingSpec, LatentSpec
 from qklab.schema import Spec, SpecError
 
+Module = TypeVar("Module", bound=nn.Module)
 SIZE: dict[str, Any] = {"width": 8, "heads": 4, "head_width": 4}
 # numbers worth trying; choices and flags are found by themselves
 NUMBERS: dict[type[Spec], dict[str, tuple[Any, ...]]] = {
@@ -81,12 +82,28 @@ def grid() -> list[AttentionSpec]:
     return list(dict.fromkeys(legal(itertools.chain(full, coupled, optional, latents))))
 
 
-def randomised(attention: Attention, seed: int = 0) -> Attention:
-    """The layer in float64 with noise on every parameter, so that nothing sits at a special value such as 0 or 1."""
+# layers of one model that differ in what is projected, coupled, rotated, mixed and cached
+PATTERNS: tuple[tuple[AttentionSpec, ...], ...] = (
+    (AttentionSpec(**SIZE), AttentionSpec(**SIZE, share="k=v")),
+    (
+        AttentionSpec(**SIZE, kv_heads=2, coupling=CouplingSpec(), norm="qk"),
+        AttentionSpec(**SIZE, kv_heads=2, coupling=CouplingSpec(), norm="qk"),
+        AttentionSpec(**SIZE, latent=LatentSpec(query_rank=6, kv_rank=5, rope_width=2)),
+    ),
+    (AttentionSpec(**SIZE, position="none"), AttentionSpec(**SIZE, mix="differential-v2", rope_base=50.0, kv_heads=1)),
+    (
+        AttentionSpec(**SIZE, share="k=v", kv_rotation="on-read"),
+        AttentionSpec(width=8, heads=2, mix="differential", share="q=k=v", kv_rotation="on-read"),
+    ),
+)
+
+
+def randomise(module: Module, seed: int = 0) -> Module:
+    """The module in float64 with noise on every parameter, so that nothing sits at a special value such as 0 or 1."""
     generator = torch.Generator().manual_seed(seed)
-    attention = attention.double()
+    module = module.double()
     with torch.no_grad():
-        for parameter in attention.parameters():
+        for parameter in module.parameters():
             noise = torch.empty(parameter.shape, dtype=torch.float64).normal_(0, 0.3, generator=generator)
             parameter.add_(noise.to(parameter.device))
-    return attention
+    return module

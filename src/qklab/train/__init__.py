@@ -2,13 +2,14 @@
 
 from typing import TYPE_CHECKING, Any
 
-from qklab.train.spec import ExecutionSpec, RunSpec, resolve
+from qklab.train.settings import resolve_run
+from qklab.train.spec import ExecutionSpec, RunSpec
 
 if TYPE_CHECKING:
     from qklab.train.launch import Outcome, train
-    from qklab.train.trained import load, sample
+    from qklab.train.load import load_model, sample_text
 
-__all__ = ["ExecutionSpec", "Outcome", "RunSpec", "load", "resolve", "sample", "train"]
+__all__ = ["ExecutionSpec", "Outcome", "RunSpec", "load_model", "resolve_run", "sample_text", "train"]
 
 
 def __getattr__(name: str) -> Any:
@@ -17,6 +18,6 @@ def __getattr__(name: str) -> Any:
 
     if name in ("Outcome", "train"):
         return getattr(import_module("qklab.train.launch"), name)
-    if name in ("load", "sample"):
-        return getattr(import_module("qklab.train.trained"), name)
+    if name in ("load_model", "sample_text"):
+        return getattr(import_module("qklab.train.load"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,6 +11,7 @@ import torch
 from qklab.data.batches import IGNORED, EvaluationWindows
 from qklab.train.machine import Machine
 from qklab.train.objective import Objective
+from qklab.train.ranks import sum_over_ranks
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(
+def evaluate_windows(
     objective: Objective,
     windows: EvaluationWindows,
     byte_lengths: np.ndarray,
@@ -60,7 +61,7 @@ def evaluate(
 ) -> Evaluation:
     """The model's loss on about `tokens` evenly spread tokens of a split, or on all of it; the same windows for every
     model. `tick` is told the fraction done and may raise to give up."""
-    chosen = windows.chosen(tokens)
+    chosen = windows.select_windows(tokens)
     mine = np.array_split(chosen, machine.world)[machine.rank]
     was_training = objective.training
     objective.eval()
@@ -80,5 +81,5 @@ def evaluate(
             tick(min(1.0, (first + rows) / max(1, len(mine))))
     finally:
         objective.train(was_training)
-    total = machine.sum([float(nats), counted, text_bytes])
+    total = sum_over_ranks(float(nats), counted, text_bytes)
     return Evaluation(total[0], int(total[1]), int(total[2]))

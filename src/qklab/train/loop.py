@@ -8,38 +8,30 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Literal
 
 from qklab.data.batches import Batches
-from qklab.runs.directory import RunDirectory
-from qklab.runs.files import write_json
-from qklab.runs.metrics import MetricsFile
-from qklab.runs.sinks import Sinks
 from qklab.train.checkpoint import Checkpoints
-from qklab.train.progress import Display, status
+from qklab.train.progress import Display, describe_step
+from qklab.train.ranks import sum_over_ranks
+from qklab.train.recorder import RunRecorder
 from qklab.train.signals import StopRequest
-from qklab.train.trainer import Flight, Trainer
+from qklab.train.trainer import PendingStep, Trainer
 
 Status = Literal["finished", "interrupted", "diverged"]
 
 
 class Loop:
-    """Trains until the budget is spent, someone asks to stop, or the run diverges.
-
-    `metrics` and `sinks` exist on the main rank only.
-    """
+    """Trains until the budget is spent, someone asks to stop, or the run diverges."""
 
     def __init__(
         self,
         trainer: Trainer,
         checkpoints: Checkpoints,
-        directory: RunDirectory,
-        metrics: MetricsFile | None,
-        sinks: Sinks | None,
+        recorder: RunRecorder,
         display: Display,
     ):
-        self.trainer, self.checkpoints, self.directory = trainer, checkpoints, directory
-        self.metrics, self.sinks, self.display = metrics, sinks, display
+        self.trainer, self.checkpoints, self.recorder, self.display = trainer, checkpoints, recorder, display
         self.spec, self.execution, self.machine = trainer.spec, trainer.execution, trainer.machine
         self.state = trainer.state
         self.spent: dict[str, float] = dict.fromkeys(("evaluation", "probes", "checkpoints", "first step"), 0.0)
@@ -50,27 +42,27 @@ class Loop:
         batches = Batches(
             self.trainer.order, self.state.step, self.machine.rank, self.machine.world, self.machine.device
         )
-        flight: Flight | None = None
+        pending: PendingStep | None = None
         first = True
         try:
             while self.progress() < 1:
                 before, began = self.progress(), time.perf_counter()
                 lr = self.spec.optimiser.lr * self.spec.schedule.factor(self.upcoming())
-                earlier, flight = flight, self.trainer.step(next(batches), lr)
-                self.land(earlier)
+                earlier, pending = pending, self.trainer.step(next(batches), lr)
+                self.finish_step(earlier)
                 if first or not self.trainer.deferred:
-                    flight = self.land(flight)
+                    pending = self.finish_step(pending)
                 self.count(time.perf_counter() - began, first)
                 stopping = self.stopping(stop)
                 if stopping or self.state.skipped > self.spec.max_skips or self.something_due(before):
-                    flight = self.land(flight)
+                    pending = self.finish_step(pending)
                 if self.state.skipped > self.spec.max_skips:
                     return "diverged"
                 improved = self.evaluate_where_due(before)
                 if first:
                     first, self.last_save = False, time.monotonic()
                 if self.progress() >= 1 or stopping or improved or self.checkpoint_due():
-                    flight = self.land(flight)
+                    pending = self.finish_step(pending)
                     self.save(improved)
                 if stopping and self.progress() < 1:
                     return "interrupted"
@@ -78,13 +70,13 @@ class Loop:
             batches.close()
         return "finished"
 
-    def land(self, flight: Flight | None) -> None:
+    def finish_step(self, pending: PendingStep | None) -> None:
         """Wait for a step and record it."""
-        if flight is not None:
-            nats, norm = flight.values()
+        if pending is not None:
+            nats, norm = pending.values()
             finite = math.isfinite(nats) and math.isfinite(norm)
             self.state.skipped += not finite
-            self.record_step(flight.step, nats, norm, flight.lr, finite)
+            self.record_step(pending.step, nats, norm, pending.lr, finite)
 
     def something_due(self, before: float) -> bool:
         evaluation = self.spec.evaluation.times
@@ -97,7 +89,7 @@ class Loop:
             self.state.timed_steps += 1
             self.state.seconds += seconds
         if self.machine.world > 1 and self.spec.budget.seconds is not None:  # rank 0's clock is everyone's
-            self.state.seconds = self.machine.sum([self.state.seconds if self.machine.main else 0.0])[0]
+            self.state.seconds = sum_over_ranks(self.state.seconds if self.machine.main else 0.0)[0]
 
     def progress(self) -> float:
         """The part of the budget that is spent."""
@@ -117,25 +109,25 @@ class Loop:
         return math.floor(times * self.progress() + 1e-9) > math.floor(times * before + 1e-9)
 
     def stopping(self, stop: StopRequest) -> bool:
-        asked = float(stop.came is not None)
-        return bool(self.machine.sum([asked])[0] if self.machine.world > 1 else asked)
+        """Whether someone asked to stop; raises on all ranks what the main one could not record."""
+        asked, failed = sum_over_ranks(stop.came is not None, self.recorder.failure is not None)
+        if failed:
+            self.recorder.flush()
+        return asked > 0
 
     def checkpoint_due(self) -> bool:
         if self.execution.checkpoint_steps is not None:
             return self.state.step % self.execution.checkpoint_steps == 0
         late = time.monotonic() - self.last_save > 60 * self.execution.checkpoint_minutes
-        return bool(self.machine.sum([float(late and self.machine.main)])[0])
+        return sum_over_ranks(late and self.machine.main)[0] > 0
 
     def record_step(self, step: int, nats: float, norm: float, lr: float, finite: bool) -> None:
         state, speed = self.state, self.tokens_per_second()
-        if self.metrics is not None:
-            values = {"loss": nats, "lr": lr, "grad_norm": norm}
-            record = {"kind": "train", "step": step, "tokens": step * self.spec.tokens_per_step} | values
-            if not finite:
-                record["skipped"] = True
-            self.metrics.append(record | {"time": {"seconds": state.seconds, "tokens_per_second": speed}})
-            if self.sinks is not None:
-                self.sinks.log(values, step)
+        values = {"loss": nats, "lr": lr, "grad_norm": norm}
+        skipped = {} if finite else {"skipped": True}
+        clock = {"seconds": state.seconds, "tokens_per_second": speed}
+        self.recorder.append("train", step, tokens=step * self.spec.tokens_per_step, **values, **skipped, time=clock)
+        self.recorder.log(step, **values)
         if not finite:
             limit = self.spec.max_skips
             which = f"{state.skipped} of at most {limit}" if state.skipped <= limit else "one too many: it has diverged"
@@ -151,7 +143,7 @@ class Loop:
                 if self.spec.steps is None
                 else (self.spec.steps - state.step) * each
             )
-        self.display.show(min(1.0, done), status(step, self.spec.steps, nats, speed, left))
+        self.display.show(min(1.0, done), describe_step(step, self.spec.steps, nats, speed, left))
 
     def tokens_per_second(self) -> float:
         """Over all training steps but the first."""
@@ -163,12 +155,11 @@ class Loop:
         if self.due(self.spec.evaluation.times, before) and "valid" in self.trainer.windows:
             with self.timed("evaluation"):
                 result = self.trainer.evaluate("valid", self.spec.evaluation.tokens)
-            improved = self.state.best is None or result.loss < self.state.best
+            improved = math.isfinite(result.loss) and (self.state.best is None or result.loss < self.state.best)
             if improved:
                 self.state.best, self.state.best_step = result.loss, self.state.step
-            self.record({"kind": "evaluation", "split": "valid"} | result.to_dict())
-            if self.sinks is not None:
-                self.sinks.log({"validation_loss": result.loss, "bits_per_byte": result.bits_per_byte}, self.state.step)
+            self.recorder.append("evaluation", self.state.step, split="valid", **result.to_dict())
+            self.recorder.log(self.state.step, validation_loss=result.loss, bits_per_byte=result.bits_per_byte)
         if self.due(self.spec.probes, before):
             with self.timed("probes"):
                 self.take_probe()
@@ -176,17 +167,10 @@ class Loop:
 
     def take_probe(self) -> None:
         """Keep what the probe finds as probes/step-….json."""
-        measured = self.trainer.take_probe()
-        if self.metrics is not None:
-            self.directory.probes_path.mkdir(exist_ok=True)
-            path = self.directory.probes_path / f"step-{self.state.step:010d}.json"
-            factors = self.trainer.factors()
-            record = {"step": self.state.step, "layers": measured} | ({"factors": factors} if factors else {})
-            write_json(path, record)
-
-    def record(self, values: dict[str, Any]) -> None:
-        if self.metrics is not None:
-            self.metrics.append({"kind": values.pop("kind"), "step": self.state.step} | values)
+        record = {"layers": self.trainer.take_probe()}
+        if factors := self.trainer.factors():
+            record["factors"] = factors
+        self.recorder.write_probe(self.state.step, record)
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
@@ -196,7 +180,6 @@ class Loop:
 
     def save(self, best: bool) -> None:
         with self.timed("checkpoints"):
-            if self.metrics is not None:
-                self.metrics.flush()
+            self.recorder.flush()
             self.checkpoints.save(self.trainer.snapshot(), best=best)
             self.last_save = time.monotonic()

@@ -3,13 +3,14 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from qklab.runs.environment import count_cores
 from qklab.train.spec import ExecutionSpec
 
 
@@ -38,7 +39,7 @@ class Machine:
             torch.cuda.set_device(device)
             torch.set_float32_matmul_precision("high")
         neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        torch.set_num_threads(execution.threads or default_threads(neighbours))
+        torch.set_num_threads(execution.threads or choose_threads(neighbours))
         if world == 1:
             return cls(device)
         fresh = not dist.is_initialized()
@@ -50,43 +51,20 @@ class Machine:
         if self.owns_group:
             dist.destroy_process_group()
 
-    def sum(self, values: Sequence[float]) -> list[float]:
-        """Elementwise sums over all ranks, in float64, between the hosts: no device has to be waited for."""
-        tensor = torch.tensor(values, dtype=torch.float64)
-        if self.world > 1:
-            dist.all_reduce(tensor)
-        return tensor.tolist()
-
-    def agree(self, make: Callable[[], Any]) -> Any:
-        """What rank 0 makes, on every rank; an error there is raised on every rank."""
-        if self.world == 1:
-            return make()
-        box: list[Any] = [None, None]
-        if self.main:
-            try:
-                box[0] = make()
-            except ValueError as error:
-                box[1] = str(error)
-        dist.broadcast_object_list(box, device=torch.device("cpu"))
-        if box[1] is not None:
-            raise ValueError(box[1])
-        return box[0]
-
     def describe(self) -> dict[str, Any]:
         """For the run's record."""
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         return {"kind": self.device.type, "name": name, "ranks": self.world, "threads": torch.get_num_threads()}
 
 
-def default_threads(neighbours: int) -> int:
+def choose_threads(neighbours: int) -> int:
     """The cores this process may use, shared with the other ranks of this machine; OMP_NUM_THREADS has precedence."""
     if "OMP_NUM_THREADS" in os.environ and neighbours == 1:
         return torch.get_num_threads()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // neighbours)
+    return max(1, count_cores() // neighbours)
 
 
-def guard_bf16(say: Callable[[str], None]) -> None:
+def work_around_bf16(say: Callable[[str], None]) -> None:
     """Some virtual machines announce bf16 instructions that they then refuse, which kills the process. Try them in
     another process first and, if it dies, keep torch's CPU kernels to those every AVX-512 machine has."""
     if "ONEDNN_MAX_CPU_ISA" in os.environ:

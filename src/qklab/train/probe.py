@@ -39,7 +39,7 @@ class Probe:
             table |= logit_change(before, diagnosis)
         self.last = diagnosis.logits
         numbers = torch.stack(list(table.values())).tolist()  # one wait for the device
-        return dict.fromkeys(CHANGES) | dict(zip(table, map(as_json, numbers), strict=True))
+        return dict.fromkeys(CHANGES) | dict(zip(table, map(round_numbers, numbers), strict=True))
 
     def state(self) -> dict[str, Tensor]:
         """The batch and the logits of the last call, as their two factors; on the CPU."""
@@ -59,8 +59,8 @@ class Probe:
         self.last = Logits(state["queries"].clone(), state["keys"].clone()) if "queries" in state else None
 
 
-def as_json(value: Any) -> Any:
+def round_numbers(value: Any) -> Any:
     """Nested lists with six digits a number; JSON has no NaN."""
     if isinstance(value, list):
-        return [as_json(item) for item in value]
+        return [round_numbers(item) for item in value]
     return float(f"{value:.6g}") if abs(value) < float("inf") else None

@@ -58,7 +58,7 @@ class Terminal:
             self.bar = None
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """ "42 s", "3 min 20 s", "5 h 7 min"."""
     whole = max(0, round(seconds))
     if whole < 60:
@@ -68,9 +68,9 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def status(step: int, steps: int | None, loss: float, tokens_per_second: float, left: float | None) -> str:
+def describe_step(step: int, steps: int | None, loss: float, tokens_per_second: float, left: float | None) -> str:
     """The line of a training run."""
     of = f"/{steps:,}" if steps is not None else ""
-    still = f" · {duration(left)} left" if left is not None else ""
+    still = f" · {format_duration(left)} left" if left is not None else ""
     speed = f" · {tokens_per_second:,.0f} tokens/s" if tokens_per_second else ""
     return f"step {step:,}{of} · loss {loss:.3f}{speed}{still}"

@@ -2,12 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from qklab.data.batches import Batch, EvaluationWindows
 from qklab.data.order import Order
@@ -15,12 +14,18 @@ from qklab.data.shards import Corpus
 from qklab.model.decoder import Decoder
 from qklab.model.initialise import seed_of
 from qklab.optim.optimiser import Optimiser
-from qklab.train.checkpoint import Found, Snapshot
-from qklab.train.evaluate import Evaluation, evaluate
+from qklab.train.checkpoint import Checkpoint, Snapshot
+from qklab.train.evaluate import Evaluation, evaluate_windows
 from qklab.train.machine import Machine
 from qklab.train.objective import Objective, named_weights
-from qklab.train.parallel import accumulating, distribute, gradient_norm, settle
-from qklab.train.probe import Probe, as_json
+from qklab.train.parallel import (
+    accumulate_gradients,
+    distribute_objective,
+    gather_tensor,
+    gradient_norm,
+    release_gathered,
+)
+from qklab.train.probe import Probe, round_numbers
 from qklab.train.spec import ExecutionSpec, RunSpec
 
 
@@ -37,7 +42,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Flight:
+class PendingStep:
     """A step under way: its loss and gradient norm are known once the device has got that far."""
 
     step: int
@@ -46,7 +51,7 @@ class Flight:
     arrived: torch.cuda.Event | None
 
     @classmethod
-    def of(cls, step: int, lr: float, outcome: Tensor) -> "Flight":
+    def of(cls, step: int, lr: float, outcome: Tensor) -> Self:
         if not outcome.is_cuda:
             return cls(step, lr, outcome, None)
         host = torch.empty(2, dtype=outcome.dtype, pin_memory=True).copy_(outcome, non_blocking=True)
@@ -71,7 +76,7 @@ class Trainer:
         with torch.device("cpu"):
             decoder = Decoder(spec.model, seed=spec.seed)
         self.objective = Objective(decoder.to(machine.device), spec.z_loss)
-        self.call = distribute(self.objective, execution, machine, self.bf16)
+        self.call = distribute_objective(self.objective, execution, machine, self.bf16)
         self.optimiser = Optimiser(spec.optimiser, decoder, spec.logit_control)
         packed = spec.batch.packing == "packed"
         self.order = Order(
@@ -82,29 +87,29 @@ class Trainer:
             for name, split in corpus.splits.items()
             if name != "train" and split.tokens
         }
-        self.probe = self.new_probe()
+        self.probe = self.make_probe()
 
     @property
     def decoder(self) -> Decoder:
         return self.objective.decoder
 
-    def new_probe(self) -> Probe:
+    def make_probe(self) -> Probe:
         """The probe's fixed batch: the first validation windows, cut short."""
         wanted, name = self.spec.evaluation, "valid" if "valid" in self.windows else next(iter(self.windows))
         windows = self.windows[name]
-        batch = windows.batch(windows.chosen(None)[: wanted.probe_rows])
+        batch = windows.batch(windows.select_windows(None)[: wanted.probe_rows])
         cut = min(wanted.probe_tokens, self.spec.model.context)
         return Probe(batch.ids[:, :cut], None if batch.segments is None else batch.segments[:, :cut])
 
-    def step(self, batch: Batch, lr: float) -> "Flight":
+    def step(self, batch: Batch, lr: float) -> PendingStep:
         """Forward, backward and update on one global batch; nothing changes if loss or gradient is not finite."""
         if self.spec.model.dropout:
             torch.manual_seed(seed_of(self.spec.seed, f"dropout/{self.state.step}/{self.machine.rank}"))
         rows = min(self.execution.rows or len(batch.ids), len(batch.ids))
-        parts = batch.parts(rows)
+        parts = batch.micro_batches(rows)
         total = torch.zeros((), device=self.machine.device, dtype=torch.float32)
         for number, part in enumerate(parts):
-            with accumulating(self.call, last=number == len(parts) - 1):
+            with accumulate_gradients(self.call, last=number == len(parts) - 1):
                 with torch.autocast(self.machine.device.type, torch.bfloat16, enabled=self.bf16):
                     loss, nll = self.call(*part)
                 share = len(part.ids) / len(batch.ids)
@@ -112,7 +117,7 @@ class Trainer:
                 total += nll * share
         parameters = list(self.decoder.parameters())
         norm = gradient_norm(parameters)
-        outcome = self.shared(total, norm)
+        outcome = self.average_over_ranks(total, norm)
         wrong = 1.0 - outcome.isfinite().all().float()
         waits = not self.deferred
         if waits and wrong.item():
@@ -123,7 +128,7 @@ class Trainer:
             self.optimiser.step(lr, skip=None if waits else wrong)
         self.optimiser.zero_grad()
         self.state.step += 1
-        return Flight.of(self.state.step, lr, outcome)
+        return PendingStep.of(self.state.step, lr, outcome)
 
     @property
     def deferred(self) -> bool:
@@ -131,7 +136,7 @@ class Trainer:
         update by itself, which fused AdamW can and Muon cannot."""
         return self.machine.device.type == "cuda" and self.spec.optimiser.kind == "adamw" and not self.sharded
 
-    def shared(self, nats: Tensor, norm: Tensor) -> Tensor:
+    def average_over_ranks(self, nats: Tensor, norm: Tensor) -> Tensor:
         """The loss averaged over ranks, and the norm, which is the same on all: [2] on the device."""
         pair = torch.stack([nats.double(), norm.double()])
         if self.machine.world > 1:
@@ -141,7 +146,7 @@ class Trainer:
 
     def evaluate(self, split: str, tokens: int | None, tick: Callable[[float], None] = lambda done: None) -> Evaluation:
         rows = self.execution.rows or max(1, min(self.spec.batch.sequences // self.machine.world, 64))
-        result = evaluate(
+        result = evaluate_windows(
             self.objective,
             self.windows[split],
             self.corpus.tokenizer.byte_lengths,
@@ -151,19 +156,19 @@ class Trainer:
             bf16=self.bf16,
             tick=tick,
         )
-        settle(self.objective)
+        release_gathered(self.objective)
         return result
 
     def take_probe(self) -> dict[str, Any]:
         """Attention on the probe batch."""
-        return self.probe.measure(whole(self.decoder) if self.sharded else self.decoder)
+        return self.probe.measure(gather_decoder(self.decoder) if self.sharded else self.decoder)
 
     def factors(self) -> dict[str, Any]:
         """What logit control did at the last step: layer → part → a number per head; nothing without it."""
         if self.optimiser.control is None:
             return {}
         return {
-            name: {symbol: as_json(values.tolist()) for symbol, values in parts.items()}
+            name: {symbol: round_numbers(values.tolist()) for symbol, values in parts.items()}
             for name, parts in self.optimiser.control.factors().items()
         }
 
@@ -183,22 +188,22 @@ class Trainer:
         state = asdict(self.state) | {"validation_loss": self.state.best, "seed": self.spec.seed}
         return Snapshot(self.state.step, self.tensors() | probe, state)
 
-    def restore(self, found: Found) -> None:
+    def restore(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint."""
         self.optimiser.materialise()
-        probe = found.tensors("probe.")
-        found.load_into(self.tensors() | probe)
+        probe = checkpoint.read_tensors("probe.")
+        checkpoint.load_into(self.tensors() | probe)
         self.probe.restore({name.removeprefix("probe."): tensor for name, tensor in probe.items()})
         fields = State.__dataclass_fields__
-        self.state = State(**{name: value for name, value in found.state.items() if name in fields})
+        self.state = State(**{name: value for name, value in checkpoint.state.items() if name in fields})
 
 
 @torch.no_grad()
-def whole(sharded: Decoder) -> Decoder:
+def gather_decoder(sharded: Decoder) -> Decoder:
     """A copy of a sharded model with plain parameters, on every rank."""
     device = next(sharded.parameters()).device
     plain = Decoder(sharded.spec, seed=0).to(device)
+    weights = dict(named_weights(plain))
     for name, tensor in named_weights(sharded):
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        dict(named_weights(plain))[name].copy_(full)
+        weights[name].copy_(gather_tensor(tensor))
     return plain

@@ -6,14 +6,12 @@ print(convert(model, coupling="leapfrog", trainable="coupling"))
 
 from qklab.hf.convert.apply import convert, revert
 from qklab.hf.convert.cache import cache_bytes
-from qklab.hf.convert.families import FAMILIES
 from qklab.hf.convert.record import Conversion, LayerReport, Report, conversion_of
 from qklab.hf.convert.store import load, load_adapter, register, save_adapter
 
 register()
 
 __all__ = [
-    "FAMILIES",
     "Conversion",
     "LayerReport",
     "Report",

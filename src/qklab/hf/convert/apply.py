@@ -9,13 +9,13 @@ from typing import Any, Literal, cast
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qklab.attention.spec import CouplingKind, CouplingSpec
+from qklab.attention.spec import CouplingSpec
 from qklab.hf.convert.attention import ConvertedAttention
 from qklab.hf.convert.calibrate import Text, Walk, batches_of, evaluating, relative_change
 from qklab.hf.convert.check import check_options, coupling_of, merge_of, refuse_converted, refuse_unfit
-from qklab.hf.convert.families import family_of
 from qklab.hf.convert.layers import block_of, convert_layers, originals, set_kv_heads
 from qklab.hf.convert.record import Conversion, Report, conversion_of
+from qklab.hf.families import find_family
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Before:
 def convert(
     model: PreTrainedModel,
     *,
-    coupling: CouplingSpec | CouplingKind | None = None,
+    coupling: CouplingSpec | str | None = None,
     share: Literal["k=v"] | None = None,
     norm: Literal["qk-norm"] | None = None,
     kv_heads: int | None = None,
@@ -45,7 +45,7 @@ def convert(
     trainable: Literal["coupling", "inserted"] | None = None,
     seed: int = 0,
 ) -> Report:
-    """Change a loaded Transformers model in place (`FAMILIES` says which kinds).
+    """Change a loaded Transformers model in place (of a family in `register.family`).
 
     Args:
         coupling: Insert a coupling of this kind at identity: the logits stay what they were, bit for bit.
@@ -62,10 +62,10 @@ def convert(
         trainable: "coupling" freezes everything but the coupling, "inserted" everything but coupling and norm.
         seed: Of the coupling's forces.
     """
-    family = family_of(model)
+    family = find_family(model)
     refuse_converted(model, family)
     conversion = Conversion(
-        family=family.model_type,
+        family=model.config.model_type,
         model=type(model).__name__,
         coupling=coupling_of(coupling),
         share=share,
@@ -121,7 +121,7 @@ def revert(model: PreTrainedModel) -> None:
     An inserted coupling or norm is dropped, with whatever it has learned, and all else is left as it is now. Weights
     that share and kv_heads replaced come back as they were then, if `convert` was told keep_original=True.
     """
-    family = family_of(model)
+    family = find_family(model)
     conversion = conversion_of(model)
     if conversion is None:
         raise ValueError("this model is not converted, so there is nothing to revert.")
@@ -136,10 +136,9 @@ def revert(model: PreTrainedModel) -> None:
         if isinstance(layer, ConvertedAttention):
             for part in ("couple", "normalise"):
                 delattr(layer, part)
-            for part in ("head_width", "rotary"):
-                del layer.__dict__[part]
+            del layer.__dict__["rotary"]
             cast(Any, layer).__class__ = family.attention_class
-        old = getattr(layer, family.layout.output).weight
+        old = getattr(layer, family.output).weight
         for part, module in before.projections.get(name, {}).items():
             setattr(layer, part, module.to(device=old.device, dtype=old.dtype).train(layer.training))
     if before.kv_heads is not None:
@@ -164,7 +163,7 @@ def parameters_of(model: nn.Module) -> int:
 def inserted_parameters(model: PreTrainedModel) -> list[tuple[str, nn.Parameter]]:
     """The parameters of coupling and norm, by name."""
     found = []
-    for name, layer in family_of(model).layers(model).items():
+    for name, layer in find_family(model).layers(model).items():
         for part in ("couple", "normalise"):
             module = getattr(layer, part, None) if isinstance(layer, ConvertedAttention) else None
             if module is not None:

@@ -12,7 +12,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from qklab.attention.couple import Coupling
 from qklab.attention.norm import QKNorm
 from qklab.hf.convert.cache import POSITION, share_layer
-from qklab.hf.convert.families import Family
+from qklab.hf.families import ConvertibleFamily
+from qklab.ops.norm import rms_norm
+from qklab.ops.rope import apply_rope_without_gradient
 
 BACKENDS = ("eager", "sdpa")
 
@@ -35,10 +37,9 @@ class ConvertedAttention(nn.Module):
     Where key and value are one tensor s: key_j = R_j norm(s_j), value_j = s_j, and the cache holds s_j.
     """
 
-    family: Family
+    family: ConvertibleFamily
     couple: Coupling | None
     normalise: QKNorm | None
-    head_width: int
     rotary: tuple[Any, ...]  # the model's rotary module, in a tuple so that it is not registered a second time
     config: Any
     layer_idx: int
@@ -57,7 +58,7 @@ class ConvertedAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         backend = check_backend(self.config)
         cache = layer_past if past_key_values is None else past_key_values
-        q, k, v = self.family.layout.project(self, hidden_states, self.head_width)
+        q, k, v = self.family.project(self, hidden_states)
         if self.couple is not None:
             q, k = self.couple(q, k)
         if v is None:
@@ -70,10 +71,10 @@ class ConvertedAttention(nn.Module):
             if cache is not None:
                 k, v = cache.update(k, v, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(backend, self.eager)
-        extras = self.family.extras(self)
-        o, weights = attend(self, q, k, v, attention_mask, scaling=self.scaling, **extras, **kwargs)
+        options = self.family.attention_options(self)
+        o, weights = attend(self, q, k, v, attention_mask, scaling=self.scaling, **options, **kwargs)
         o = o.reshape(*hidden_states.shape[:-1], -1).contiguous()
-        return self.family.layout.finish(self, o), weights
+        return self.family.finish(self, o), weights
 
     def read_shared(
         self,
@@ -94,8 +95,15 @@ class ConvertedAttention(nn.Module):
         k = self.normalised(s, self.key_norm)
         if position_embeddings is not None and angles is not None:
             q = self.rotate(q, q[:, :0], *position_embeddings)[0]
-            k = turned(k, *angles) if lean(k, angles[0]) else self.rotate(k, k[:, :0], *angles)[0]
+            k = self.rotate_keys(k, angles)
         return q, k, s
+
+    def rotate_keys(self, k: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """R_j k_j: k [B, G, slots, D] by cos, sin [B, slots, r], whose halves are the same."""
+        if not lean(k, angles[0]):
+            return self.rotate(k, k[:, :0], *angles)[0]
+        cos, sin = (table[:, None, :, : table.shape[-1] // 2] for table in angles)
+        return apply_rope_without_gradient(k, (cos, sin))
 
     def positions(self, s: Tensor, position_ids: Tensor | None) -> Tensor:
         """[B or 1, T] → [B, 1, T, 1], as the cache keeps them."""
@@ -132,7 +140,7 @@ class ConvertedAttention(nn.Module):
         """The family's own norm, or the inserted one with the gain `norm`, over the last axis."""
         if self.family.normed:
             return norm(u)
-        return u if self.normalise is None else self.normalise.normalised(u, norm)
+        return u if self.normalise is None else rms_norm(u, norm, self.normalise.eps)
 
 
 def lean(k: Tensor, cos: Tensor) -> bool:
@@ -141,28 +149,13 @@ def lean(k: Tensor, cos: Tensor) -> bool:
     return not (wanted or torch.compiler.is_compiling()) and k.dtype == cos.dtype
 
 
-def turned(k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """R_j k_j for k [B, G, slots, D] and cos, sin [B, slots, r], the pairs being (k_i, k_{i+r/2}), i < r/2.
-
-    The family's own function, with one tensor of k's size written instead of five: a step of decoding turns the whole
-    cache, and is bound by memory.
-    """
-    half = cos.shape[-1] // 2
-    cos, sin = cos[:, None, :, :half], sin[:, None, :, :half]
-    low, high = k[..., :half], k[..., half : 2 * half]
-    out = torch.empty_like(k)
-    out[..., 2 * half :] = k[..., 2 * half :]
-    torch.mul(low, cos, out=out[..., :half]).addcmul_(high, sin, value=-1)
-    torch.mul(high, cos, out=out[..., half : 2 * half]).addcmul_(low, sin)
-    return out
-
-
 @functools.cache
-def converted_class(family: Family) -> type[ConvertedAttention]:
+def converted_class(kind: type[ConvertibleFamily]) -> type[ConvertedAttention]:
     """The family's attention class with our forward."""
+    family = kind()
     members = {
         "family": family,
         "eager": staticmethod(family.source.eager_attention_forward),
         "rotate": staticmethod(family.source.apply_rotary_pos_emb) if family.rotated else None,
     }
-    return type(f"Converted{family.attention}", (ConvertedAttention, family.attention_class), members)
+    return type(f"Converted{family.attention_class.__name__}", (ConvertedAttention, family.attention_class), members)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from qklab.attention.couple import COUPLINGS
-from qklab.attention.spec import CouplingKind, CouplingSpec
+from qklab import register
+from qklab.attention.spec import CouplingSpec
 from qklab.hf.convert.attention import ConvertedAttention, check_backend
-from qklab.hf.convert.families import Family
 from qklab.hf.convert.record import MERGES, TRAINABLE, Conversion, conversion_of
-from qklab.schema import suggestion
+from qklab.hf.families import ConvertibleFamily
+from qklab.schema import suggest_name
 
 GROWING_ROPE = ("dynamic", "longrope")
 
@@ -24,12 +24,10 @@ def coupling_of(given: CouplingSpec | str | Mapping[str, Any] | None) -> Couplin
         return given
     if isinstance(given, Mapping):
         return CouplingSpec.from_dict({"init": "identity", **given})
-    if given not in COUPLINGS:
-        known = ", ".join(map(repr, COUPLINGS))
-        raise ValueError(
-            f"coupling must be a CouplingSpec or one of {known}{suggestion(given, COUPLINGS)}, but {given!r} came."
-        )
-    return CouplingSpec(kind=cast(CouplingKind, given), init="identity")
+    if given not in register.coupling:
+        known, close = ", ".join(map(repr, register.coupling)), suggest_name(given, register.coupling)
+        raise ValueError(f"coupling must be a CouplingSpec or one of {known}{close}, but {given!r} came.")
+    return CouplingSpec(kind=given, init="identity")
 
 
 def merge_of(merge: Any, kv_heads: int | None) -> Any:
@@ -40,7 +38,7 @@ def merge_of(merge: Any, kv_heads: int | None) -> Any:
     return None if kv_heads is None else merge or "least-squares"
 
 
-def refuse_converted(model: PreTrainedModel, family: Family) -> None:
+def refuse_converted(model: PreTrainedModel, family: ConvertibleFamily) -> None:
     layers = list(family.layers(model).values())
     done = sum(isinstance(layer, ConvertedAttention) for layer in layers)
     conversion = conversion_of(model)
@@ -55,11 +53,11 @@ def refuse_converted(model: PreTrainedModel, family: Family) -> None:
         )
 
 
-def refuse_unfit(model: PreTrainedModel, family: Family, conversion: Conversion) -> None:
+def refuse_unfit(model: PreTrainedModel, family: ConvertibleFamily, conversion: Conversion) -> None:
     config = model.config
     layers = family.layers(model)
     if not layers:
-        raise ValueError(f"no {family.attention} layers were found in this {type(model).__name__}.")
+        raise ValueError(f"no {family.attention_class.__name__} layers were found in this {type(model).__name__}.")
     if getattr(config, "quantization_config", None) is not None or getattr(model, "is_quantized", False):
         raise ValueError("a quantised model cannot be converted; load it without quantization_config and convert that.")
     for name, layer in layers.items():
@@ -68,7 +66,7 @@ def refuse_unfit(model: PreTrainedModel, family: Family, conversion: Conversion)
                 f"{name} has a forward of its own instead of its class's, as device_map's hooks give it; load the "
                 "model on one device, convert it, and spread it afterwards."
             )
-        for part in family.layout.projections:
+        for part in family.projections:
             module = getattr(layer, part, None)
             if type(module) not in (nn.Linear, Conv1D):
                 raise ValueError(

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qklab.attention.couple import COUPLINGS
 from qklab.attention.norm import QKNorm
 from qklab.hf.convert.attention import converted_class
 from qklab.hf.convert.calibrate import Seen, Walk, moments_of, relative_change
-from qklab.hf.convert.families import Family, Weights
 from qklab.hf.convert.record import Conversion, LayerReport, attention_spec
 from qklab.hf.convert.solve import Fit, Moments, merge, share
+from qklab.hf.families import ConvertibleFamily, Weights
 from qklab.model.initialise import seed_of
 
 
@@ -24,17 +23,17 @@ def block_of(model: nn.Module, name: str) -> nn.Module:
     return model.get_submodule(name.rpartition(".")[0])
 
 
-def originals(layer: nn.Module, family: Family) -> dict[str, nn.Module]:
+def originals(layer: nn.Module, family: ConvertibleFamily) -> dict[str, nn.Module]:
     """Copies of a layer's projections in CPU memory."""
-    return {name: copy.deepcopy(getattr(layer, name)).to("cpu") for name in family.layout.projections}
+    return {name: copy.deepcopy(getattr(layer, name)).to("cpu") for name in family.projections}
 
 
 def convert_layers(
     model: PreTrainedModel, conversion: Conversion, walk: Walk | None, weight: float, seed: int
 ) -> tuple[list[LayerReport], Conversion]:
-    family = conversion.of
+    family = conversion.layout
     layers = family.layers(model)
-    first = family.layout.read(next(iter(layers.values())), family.width(next(iter(layers.values()))))
+    first = family.read(next(iter(layers.values())))
     centre = conversion.share is not None and first.k_bias is not None
     conversion = conversion.replace(output_bias=centre and first.o_bias is None)
     heads = conversion.kv_heads or family.kv_heads(model.config)
@@ -44,12 +43,11 @@ def convert_layers(
         report = LayerReport(name)
         seen = None if walk is None else walk.look(index, block_of(model, name), layer)
         if conversion.overwrites:
-            width = family.width(layer)
-            weights = family.layout.read(layer, width)
+            weights = family.read(layer)
             moments = group_moments(layer, family, weights, heads, seen)
             fit = fitted(moments, conversion, weights.k.shape[0] // heads, weight, centre)
             report.keys, report.values = fit.errors(moments)
-            family.layout.write(layer, refitted(weights, fit))
+            family.write(layer, refitted(weights, fit))
             if conversion.kv_heads is not None:
                 layer.num_key_value_groups = model.config.num_attention_heads // heads
         if conversion.structural:
@@ -74,15 +72,15 @@ def insert(
     name: str, layer: Any, conversion: Conversion, kv_heads: int, rotary: tuple[nn.Module, ...], seed: int
 ) -> None:
     """Make `layer` a converted one, with the coupling and the norm that the conversion asks for."""
-    family = conversion.of
+    family = conversion.layout
     width = family.width(layer)
     spec = attention_spec(conversion, layer.config, kv_heads, width)
-    like = getattr(layer, family.layout.output).weight
-    layer.__class__ = converted_class(family)
-    layer.head_width, layer.rotary = width, rotary
+    like = getattr(layer, family.output).weight
+    layer.__class__ = converted_class(type(family))
+    layer.rotary = rotary
     layer.couple, layer.normalise = None, None
     if spec.coupling is not None:
-        couple = COUPLINGS[spec.coupling.kind](spec)
+        couple = spec.coupling.mechanism(spec)
         for path, module in reversed(list(couple.named_modules())):
             if callable(reset := getattr(module, "reset", None)):
                 reset(torch.Generator().manual_seed(seed_of(seed, f"{name}.couple.{path}")))
@@ -93,16 +91,16 @@ def insert(
 
 def reshape(layer: Any, conversion: Conversion) -> None:
     """Give a layer that is about to be loaded the projections of a converted one."""
-    family = conversion.of
-    weights = family.layout.read(layer, family.width(layer))
+    family = conversion.layout
+    weights = family.read(layer)
     if conversion.share:
         weights.v, weights.v_bias = None, None
     if conversion.output_bias:
         weights.o_bias = weights.o.new_zeros(weights.o.shape[0])
-    family.layout.write(layer, weights)
+    family.write(layer, weights)
 
 
-def group_moments(layer: Any, family: Family, weights: Weights, groups: int, seen: Seen | None) -> Moments:
+def group_moments(layer: Any, family: ConvertibleFamily, weights: Weights, groups: int, seen: Seen | None) -> Moments:
     """Moments of y = [keys, values] of each group of heads that become one, from what was seen or from the weights."""
 
     def grouped(k: Tensor, v: Tensor) -> Tensor:
@@ -119,7 +117,7 @@ def group_moments(layer: Any, family: Family, weights: Weights, groups: int, see
 
     def projected():
         for x in seen.inputs:
-            _, k, v = family.layout.project(layer, x[None], family.width(layer))
+            _, k, v = family.project(layer, x[None])
             assert v is not None
             yield grouped(k[0], v[0])
 
@@ -131,7 +129,7 @@ def fitted(moments: Moments, conversion: Conversion, members: int, weight: float
         moments,
         members,
         least_squares=conversion.merge == "least-squares",
-        turn_keys=conversion.of.rotated and not conversion.of.normed,
+        turn_keys=conversion.layout.rotated and not conversion.layout.normed,
     )
     return share(fit, moments, weight=weight, centre=centre) if conversion.share else fit
 
@@ -168,19 +166,19 @@ def refitted(old: Weights, fit: Fit) -> Weights:
     return new
 
 
-def set_gains(layer: Any, family: Family, seen: Seen | None) -> None:
+def set_gains(layer: Any, family: ConvertibleFamily, seen: Seen | None) -> None:
     """Gains g_i = √(E u_i² / E (u_i/rms(u))²), over tokens and heads: each entry keeps its mean square."""
     squares: list[list[Tensor]] = [[], []]
     normed: list[list[Tensor]] = [[], []]
     if seen is None:
-        weights = family.layout.read(layer, layer.head_width)
+        weights = family.read(layer)
         for side, (weight, bias) in enumerate(((weights.q, weights.q_bias), (weights.k, weights.k_bias))):
             square = weight.double().square().sum(-1) + (0 if bias is None else bias.double().square())
             squares[side].append(square)
             normed[side].append(square / (square.mean(-1, keepdim=True) + layer.normalise.eps))
     else:
         for x in seen.inputs:
-            q, k, _ = family.layout.project(layer, x[None], layer.head_width)
+            q, k, _ = family.project(layer, x[None])
             for side, u in enumerate((q, k)):
                 square = u.double().square().flatten(0, -2)
                 squares[side].append(square)
@@ -190,7 +188,7 @@ def set_gains(layer: Any, family: Family, seen: Seen | None) -> None:
         gain.copy_((above / below.clamp(min=torch.finfo(below.dtype).tiny)).sqrt())
 
 
-def set_kv_heads(model: PreTrainedModel, family: Family, heads: int) -> None:
+def set_kv_heads(model: PreTrainedModel, family: ConvertibleFamily, heads: int) -> None:
     model.config.num_key_value_heads = heads
     for layer in family.layers(model).values():
         layer.num_key_value_groups = model.config.num_attention_heads // heads

@@ -5,9 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from qklab import register
 from qklab.attention.spec import AttentionSpec, CouplingSpec
-from qklab.hf.convert.families import FAMILIES, Family
-from qklab.schema import MISSING, Rule, Spec, choice, flag, part, real, text, whole
+from qklab.hf.families import ConvertibleFamily, find_convertible
+from qklab.schema import (
+    MISSING,
+    Rule,
+    Spec,
+    boolean_field,
+    choice_field,
+    integer_field,
+    number_field,
+    spec_field,
+    text_field,
+)
 
 MERGES = ("least-squares", "mean")
 TRAINABLE = ("coupling", "inserted")
@@ -29,15 +40,15 @@ class Conversion(Spec):
         output_bias: Whether the output projection was given a bias (the constant part of the values).
     """
 
-    family: str = choice(MISSING, FAMILIES)
-    model: str | None = text(None)
-    coupling: CouplingSpec | None = part(CouplingSpec, None)
-    share: Literal["k=v"] | None = choice(None, ("k=v",))
-    norm: Literal["qk-norm"] | None = choice(None, ("qk-norm",))
-    norm_eps: float = real(1e-6, above=0.0, at_most=1.0)
-    kv_heads: int | None = whole(None)
-    merge: Literal["least-squares", "mean"] | None = choice(None, MERGES)
-    output_bias: bool = flag(False)
+    family: str = choice_field(MISSING, register.family)
+    model: str | None = text_field(None)
+    coupling: CouplingSpec | None = spec_field(CouplingSpec, None)
+    share: Literal["k=v"] | None = choice_field(None, ("k=v",))
+    norm: Literal["qk-norm"] | None = choice_field(None, ("qk-norm",))
+    norm_eps: float = number_field(1e-6, above=0.0, at_most=1.0)
+    kv_heads: int | None = integer_field(None)
+    merge: Literal["least-squares", "mean"] | None = choice_field(None, MERGES)
+    output_bias: bool = boolean_field(False)
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -48,21 +59,21 @@ class Conversion(Spec):
         ),
         Rule(
             "norm",
-            lambda c: c.norm is not None and FAMILIES[c.family].normed,
-            lambda c: f"{FAMILIES[c.family].title} already normalises queries and keys",
+            lambda c: c.norm is not None and c.layout.normed,
+            lambda c: f"{c.layout.title} already normalises queries and keys",
             lambda c: {"norm": None},
         ),
         Rule(
             "kv_heads",
-            lambda c: c.kv_heads is not None and not FAMILIES[c.family].grouped,
-            lambda c: f"{FAMILIES[c.family].title} has as many key/value heads as heads and no setting for fewer",
+            lambda c: c.kv_heads is not None and not c.layout.grouped,
+            lambda c: f"{c.layout.title} has as many key/value heads as heads and no setting for fewer",
             lambda c: {"kv_heads": None, "merge": None},
         ),
     )
 
     @property
-    def of(self) -> Family:
-        return FAMILIES[self.family]
+    def layout(self) -> ConvertibleFamily:
+        return find_convertible(self.family)
 
     @property
     def structural(self) -> bool:
@@ -136,7 +147,7 @@ class Report:
         return self.inserted / max(1, self.parameters_before)
 
     def __str__(self) -> str:
-        lines = [f"{self.conversion.of.title} → {self.conversion.name}, {len(self.layers)} layers"]
+        lines = [f"{self.conversion.layout.title} → {self.conversion.name}, {len(self.layers)} layers"]
         lines.append(f"parameters  {self.parameters_before:,} → {self.parameters:,}")
         lines.append(f"inserted    {self.inserted:,} ({100 * self.inserted_share:.3g} %)")
         lines.append(f"trainable   {self.trainable:,}")

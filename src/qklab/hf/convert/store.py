@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -29,9 +29,10 @@ from transformers import (
 
 from qklab.hf.convert.apply import Before, convert, freeze, inserted_parameters
 from qklab.hf.convert.check import check_options
-from qklab.hf.convert.families import family_of
 from qklab.hf.convert.layers import insert, reshape, rotary_of
 from qklab.hf.convert.record import Conversion, Report, conversion_of
+from qklab.hf.families import find_family
+from qklab.runs.files import write_json, write_tensors
 
 CONVERTED = "qklab-converted"
 STOP = "this folder holds a model converted by qklab: import qklab.hf and load it with qklab.hf.load or an Auto class"
@@ -50,7 +51,7 @@ class SavesConverted:
         cast(Any, super()).save_pretrained(save_directory, *args, **kwargs)
         path = Path(save_directory) / "config.json"
         if kwargs.get("is_main_process", args[0] if args else True) and path.exists():
-            write_json(path, wrapped(json.loads(path.read_text())))
+            write_json(path, wrapped(json.loads(path.read_text())), sort_keys=True)
 
 
 def wrapped(config: dict[str, Any]) -> dict[str, Any]:
@@ -66,12 +67,6 @@ def wrapped(config: dict[str, Any]) -> dict[str, Any]:
         "qklab": record,
         "vocab_size": STOP,
     }
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    aside = path.with_name(path.name + ".new")
-    aside.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-    aside.replace(path)
 
 
 @functools.cache
@@ -141,7 +136,7 @@ def load_as(folder: str | os.PathLike[str], classes: Any, kwargs: dict[str, Any]
     if record is None:
         raise ValueError(f"{folder} holds no converted model; load it with Transformers and convert it.")
     conversion = Conversion.from_dict(record)
-    family = conversion.of
+    family = conversion.layout
     cls = getattr(family.source, str(conversion.model), None)
     if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
         raise ValueError(f"{folder} names the class {conversion.model!r}, which {family.title} does not have.")
@@ -155,7 +150,7 @@ def load_as(folder: str | os.PathLike[str], classes: Any, kwargs: dict[str, Any]
     config = config_class.from_dict(
         {
             **saved["base"],
-            "model_type": family.model_type,
+            "model_type": conversion.family,
             "qklab": conversion.replace(model=cls.__name__).to_dict(),
         }
     )
@@ -174,9 +169,9 @@ def loading_class(cls: type[PreTrainedModel]) -> Any:
         cls.__init__(self, config, *args, **kwargs)
         conversion = Conversion.from_dict(config.qklab)
         rotary = rotary_of(self)
-        for name, layer in conversion.of.layers(self).items():
+        for name, layer in conversion.layout.layers(self).items():
             reshape(layer, conversion)
-            insert(name, layer, conversion, conversion.of.kv_heads(config), rotary, seed=0)
+            insert(name, layer, conversion, conversion.layout.kv_heads(config), rotary, seed=0)
 
     members = {"__init__": build, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
     return type(cls.__name__, (cls,), members)
@@ -187,7 +182,7 @@ def adapter_record(model: PreTrainedModel) -> dict[str, Any]:
     conversion = conversion_of(model)
     if conversion is None or not inserted_parameters(model):
         raise ValueError("this model has no inserted coupling or norm to save; convert it with coupling= or norm=.")
-    family = conversion.of
+    family = conversion.layout
     layers = family.layers(model)
     return {
         "conversion": {**conversion.to_dict(), "model": None},
@@ -205,10 +200,8 @@ def save_adapter(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None
     path.mkdir(parents=True, exist_ok=True)
     base = len(base_prefix(model))
     tensors = {name[base:]: value.detach().cpu().contiguous() for name, value in inserted_parameters(model)}
-    aside = path / (WEIGHTS + ".new")
-    save_file(tensors, aside)
-    aside.replace(path / WEIGHTS)
-    write_json(path / RECORD, record)
+    write_tensors(path / WEIGHTS, tensors)
+    write_json(path / RECORD, record, sort_keys=True)
 
 
 def load_adapter(model: PreTrainedModel, folder: str | os.PathLike[str], *, trainable: Any = None) -> Report | None:
@@ -221,10 +214,10 @@ def load_adapter(model: PreTrainedModel, folder: str | os.PathLike[str], *, trai
         raise ValueError(f"{folder} holds no adapter; it needs {RECORD} and {WEIGHTS}, which save_adapter writes.")
     record = json.loads((path / RECORD).read_text())
     wanted = Conversion.from_dict(record["conversion"])
-    family = family_of(model)
+    family = find_family(model)
     report = None
-    if wanted.family != family.model_type:
-        raise ValueError(f"this adapter is for {wanted.of.title}, but the model is {family.title}.")
+    if wanted.family != model.config.model_type:
+        raise ValueError(f"this adapter is for {wanted.layout.title}, but the model is {family.title}.")
     check_shape(model, record)
     check_options(wanted, None, 0.5, trainable)
     tensors = load_file(path / WEIGHTS)
@@ -255,7 +248,7 @@ def load_adapter(model: PreTrainedModel, folder: str | os.PathLike[str], *, trai
 
 
 def check_shape(model: PreTrainedModel, record: dict[str, Any]) -> None:
-    family = family_of(model)
+    family = find_family(model)
     layers = family.layers(model)
     have = {
         "layers": len(layers),

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from qklab.ops.coupling import reference
-from qklab.ops.dispatch import Impl, announced, check_impl, chosen
-from qklab.schema import suggestion
+from qklab.ops.dispatch import Impl, choose_impl
+from qklab.schema import suggest_name
 
-KINDS = ("euler", "symplectic-euler", "leapfrog", "affine", "uncoupled", "linear")
 WIDEST = 128  # head of the kernel
 MOST_BYTES = 100 * 2**10  # of matrices, which lie in a multiprocessor's shared memory beside operands of as many
 
@@ -72,7 +71,8 @@ def couple(
     device = q.device.type
     cast = torch.is_autocast_enabled(device) and q.dtype != torch.float64
     precision = torch.get_autocast_dtype(device) if cast else q.dtype
-    if taken(impl, q.device, obstacle(q, networks, precision), objection(precision)) == "reference":
+    obstacle, objection = find_coupling_obstacle(q, networks, precision), find_coupling_objection(precision)
+    if choose_impl("couple", impl, q.device, obstacle, objection) == "reference":
         return reference.couple(
             q, k, kind, networks, step, steps, scale_limit, norm, angles, turn_key and angles is not None, precision
         )
@@ -97,46 +97,30 @@ def couple(
     )
 
 
-def obstacle(q: Tensor, networks: tuple[Network, ...], precision: torch.dtype) -> str | None:
+def find_coupling_obstacle(q: Tensor, networks: tuple[Network, ...], precision: torch.dtype) -> str | None:
     """What about these tensors keeps the kernel from taking them."""
     if q.dtype == torch.float64 and q.is_cuda:
         return "the kernel does not compute in float64"
     if q.shape[-1] > WIDEST:
         return f"the kernel takes heads of up to {WIDEST} entries, and these have {q.shape[-1]}"
-    size = sum(held_bytes(network, precision) for network in networks)
+    size = sum(count_bytes(network, precision) for network in networks)
     if size > MOST_BYTES:
         return f"the kernel holds up to {MOST_BYTES} bytes of matrices, and these are {size}"
     return None
 
 
-def held_bytes(network: Network, precision: torch.dtype) -> int:
+def count_bytes(network: Network, precision: torch.dtype) -> int:
     """What one key head's matrices take, their sides padded to powers of two."""
     rows, columns = (max(16, 1 << (side - 1).bit_length()) for side in network.inner.shape[-2:])
     outer = 0 if network.outer is None else network.outer.shape[-2] // network.inner.shape[-1]
     return (1 + outer) * rows * columns * precision.itemsize
 
 
-def objection(precision: torch.dtype) -> str | None:
+def find_coupling_objection(precision: torch.dtype) -> str | None:
     """Why the kernel, although it could, is not taken unless asked for; README.md has what was measured."""
     if precision.itemsize > 2:
         return "the products are wider than 16 bits"
     return None
-
-
-def taken(impl: str, device: torch.device, obstacle: str | None, objection: str | None) -> str:
-    """The implementation that runs."""
-    check_impl(impl)
-    if obstacle is None and impl == "auto" and device.type == "cuda":
-        obstacle = objection
-    if obstacle is None:
-        return chosen("couple", impl, device)
-    if impl == "triton":
-        raise ValueError(f"couple: impl='triton' cannot run: {obstacle}; use impl='reference' or 'auto'.")
-    return "reference" if impl == "reference" else announced("couple", device.type, obstacle)
-
-
-# what torch.compiler.assume_constant_result does; calling it would import the whole compiler with qklab
-setattr(taken, "_dynamo_marked_constant", True)  # noqa: B010
 
 
 def check(
@@ -149,9 +133,9 @@ def check(
     norm: Norm | None,
     angles: tuple[Tensor, Tensor] | None,
 ) -> None:
-    if kind not in KINDS:
-        known = ", ".join(KINDS)
-        raise ValueError(f"kind must be one of {known}{suggestion(kind, KINDS)}, but {kind!r} came.")
+    if kind not in reference.MAPS:
+        known = ", ".join(reference.MAPS)
+        raise ValueError(f"kind must be one of {known}{suggest_name(kind, reference.MAPS)}, but {kind!r} came.")
     if q.dim() != 4 or k.dim() != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
         raise ValueError(
             "q must have shape [batch, tokens, heads, width] and k [batch, tokens, groups, width], "
@@ -168,14 +152,14 @@ def check(
         )
     if steps < 1:
         raise ValueError(f"steps must be at least 1, but {steps} came.")
-    wanted = 2 if kind in ("affine", "uncoupled") else 1
+    wanted, stepped = reference.MAPS[kind].networks, reference.MAPS[kind].stepped
     if len(networks) != wanted:
         raise ValueError(f"{kind} has {wanted} network{'s' * (wanted > 1)}, but {len(networks)} came.")
     scalar = step is not None and step.numel() == 1 and step.dim() < 3
-    if (step is None) != (kind == "affine") or (step is not None and not scalar and step.shape != (G, 1, 1)):
+    if (step is None) == stepped or (step is not None and not scalar and step.shape != (G, 1, 1)):
         came = "none" if step is None else f"shape {list(step.shape)}"
         raise ValueError(
-            f"step must be {'absent for affine' if kind == 'affine' else f'a scalar or [{G}, 1, 1]'}, but {came} came."
+            f"step must be {f'a scalar or [{G}, 1, 1]' if stepped else f'absent for {kind}'}, but {came} came."
         )
     for network in networks:
         check_network(network, kind, D, G)
@@ -233,7 +217,7 @@ def _couple(
     turn_key: bool,
     precision: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    from qklab.ops.coupling.triton import forward
+    from qklab.ops.coupling.launch import forward
 
     return forward(q, k, angles, weights, names, kind, steps, scale_limit, eps, turn_key, precision)
 
@@ -260,7 +244,7 @@ def _couple_backward(
     precision: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, and the gradients of all weights in a row: [G or 1, total]."""
-    from qklab.ops.coupling.triton import backward
+    from qklab.ops.coupling.launch import backward
 
     return backward(dq, dk, q, k, angles, weights, names, kind, steps, scale_limit, eps, turn_key, precision)
 

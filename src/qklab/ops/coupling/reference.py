@@ -7,11 +7,14 @@ broadcasting, and the key meets the mean q̄ of its group's query heads.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from qklab.ops.norm import rms_norm
+from qklab.ops.rope import apply_rope
 
 if TYPE_CHECKING:
     from qklab.ops.coupling.api import Network, Norm
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
 Pair = tuple[Tensor, Tensor]
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """W x + b on the last axis: one W [o, i] for all heads, or one per key head [G, o, i]."""
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     if weight.dim() == 2:
@@ -28,12 +31,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y if bias is None else y + bias
 
 
-def force(network: Network, u: Tensor) -> Tensor:
+def apply_force(network: Network, u: Tensor) -> Tensor:
     """W2 silu(W1 u + b1) + b2; −W1ᵀ(a ⊙ σ(W1 u + b1)) where there are amplitudes a; A u where nothing else is."""
-    z = linear(u, network.inner, network.inner_bias)
+    z = apply_linear(u, network.inner, network.inner_bias)
     if network.amplitude is not None:
-        return -linear((network.amplitude * torch.sigmoid(z)).to(u.dtype), network.inner.mT, None)
-    return z if network.outer is None else linear(F.silu(z), network.outer, network.outer_bias)
+        return -apply_linear((network.amplitude * torch.sigmoid(z)).to(u.dtype), network.inner.mT, None)
+    return z if network.outer is None else apply_linear(F.silu(z), network.outer, network.outer_bias)
 
 
 def group_mean(q: Tensor) -> Tensor:
@@ -41,77 +44,98 @@ def group_mean(q: Tensor) -> Tensor:
     return q if q.shape[3] == 1 else q.mean(3, keepdim=True)
 
 
-def euler(q: Tensor, k: Tensor, step: Tensor, f: Callable[[Tensor], Tensor], steps: int) -> Pair:
+class Motion(NamedTuple):
+    """What moves queries and keys in one call."""
+
+    step: Tensor
+    steps: int
+    forces: list[Callable[[Tensor], Tensor]]
+    networks: tuple[Network, ...]
+    limit: float
+    precision: torch.dtype
+
+
+class ReferenceMap(NamedTuple):
+    move: Callable[[Tensor, Tensor, Motion], Pair]
+    networks: int
+    stepped: bool
+
+
+MAPS: dict[str, ReferenceMap] = {}
+
+
+def define_map(kind: str, networks: int = 1, stepped: bool = True) -> Callable:
+    """Make a function of q, k and a Motion the map of this name, with so many networks and, if `stepped`, a step."""
+
+    def add(move: Callable[[Tensor, Tensor, Motion], Pair]) -> Callable[[Tensor, Tensor, Motion], Pair]:
+        MAPS[kind] = ReferenceMap(move, networks, stepped)
+        return move
+
+    return add
+
+
+@define_map("euler")
+def euler(q: Tensor, k: Tensor, m: Motion) -> Pair:
     """q⁺ = q + δ k ; k⁺ = k + δ f(q̄), the old q in both."""
-    for _ in range(steps):
-        q, k = q + step * k, k + step * f(group_mean(q))
+    for _ in range(m.steps):
+        q, k = q + m.step * k, k + m.step * m.forces[0](group_mean(q))
     return q, k
 
 
-def symplectic_euler(q: Tensor, k: Tensor, step: Tensor, f: Callable[[Tensor], Tensor], steps: int) -> Pair:
+@define_map("symplectic-euler")
+@define_map("linear")
+def symplectic_euler(q: Tensor, k: Tensor, m: Motion) -> Pair:
     """k⁺ = k + δ f(q̄) ; q⁺ = q + δ k⁺."""
-    for _ in range(steps):
-        k = k + step * f(group_mean(q))
-        q = q + step * k
+    for _ in range(m.steps):
+        k = k + m.step * m.forces[0](group_mean(q))
+        q = q + m.step * k
     return q, k
 
 
-def leapfrog(q: Tensor, k: Tensor, step: Tensor, f: Callable[[Tensor], Tensor], steps: int) -> Pair:
+@define_map("leapfrog")
+def leapfrog(q: Tensor, k: Tensor, m: Motion) -> Pair:
     """k½ = k + δ/2 f(q̄) ; q⁺ = q + δ k½ ; k⁺ = k½ + δ/2 f(q̄⁺). Neighbouring half kicks share one evaluation of f."""
-    k = k + step / 2 * f(group_mean(q))
-    for i in range(steps):
-        q = q + step * k
-        k = k + (step if i < steps - 1 else step / 2) * f(group_mean(q))
+    k = k + m.step / 2 * m.forces[0](group_mean(q))
+    for i in range(m.steps):
+        q = q + m.step * k
+        k = k + (m.step if i < m.steps - 1 else m.step / 2) * m.forces[0](group_mean(q))
     return q, k
 
 
 def scale_and_shift(network: Network, u: Tensor, limit: float, precision: torch.dtype) -> Pair:
     """s = limit · tanh(raw) and t, both from one network."""
     assert network.outer is not None
-    z = F.silu(linear(u.to(precision), network.inner, network.inner_bias))
-    raw, shift = linear(z, network.outer, network.outer_bias).to(u.dtype).chunk(2, -1)
+    z = F.silu(apply_linear(u.to(precision), network.inner, network.inner_bias))
+    raw, shift = apply_linear(z, network.outer, network.outer_bias).to(u.dtype).chunk(2, -1)
     return limit * torch.tanh(raw), shift
 
 
-def affine(
-    q: Tensor, k: Tensor, networks: tuple[Network, ...], steps: int, limit: float, precision: torch.dtype
-) -> Pair:
+@define_map("affine", networks=2, stepped=False)
+def affine(q: Tensor, k: Tensor, m: Motion) -> Pair:
     """q⁺ = q ⊙ exp(s1(k)) + t1(k) ; k⁺ = k ⊙ exp(s2(q̄⁺)) + t2(q̄⁺)."""
-    for _ in range(steps):
-        scale, shift = scale_and_shift(networks[0], k, limit, precision)
+    for _ in range(m.steps):
+        scale, shift = scale_and_shift(m.networks[0], k, m.limit, m.precision)
         q = q * scale.exp() + shift
-        scale, shift = scale_and_shift(networks[1], group_mean(q), limit, precision)
+        scale, shift = scale_and_shift(m.networks[1], group_mean(q), m.limit, m.precision)
         k = k * scale.exp() + shift
     return q, k
 
 
-def uncoupled(q: Tensor, k: Tensor, step: Tensor, g: Callable, f: Callable, steps: int) -> Pair:
+@define_map("uncoupled", networks=2)
+def uncoupled(q: Tensor, k: Tensor, m: Motion) -> Pair:
     """q⁺ = q + δ g(q) ; k⁺ = k + δ f(k)."""
-    for _ in range(steps):
-        q, k = q + step * g(q), k + step * f(k)
+    for _ in range(m.steps):
+        q, k = q + m.step * m.forces[0](q), k + m.step * m.forces[1](k)
     return q, k
 
 
-def turned(x: Tensor, angles: Pair) -> Tensor:
-    """R_p x: rotate the pairs (x_i, x_{i+r/2}) of the first r entries of x [B, T, heads, D]."""
-    cos, sin = (angle.to(x.dtype) for angle in angles)
-    rotated = 2 * cos.shape[-1]
-    a, b = x[..., :rotated].unflatten(-1, (2, -1)).unbind(-2)
-    y = torch.stack([a * cos - b * sin, b * cos + a * sin], -2).flatten(-2)
-    return y if rotated == x.shape[-1] else torch.cat([y, x[..., rotated:]], -1)
-
-
-def finished(q: Tensor, k: Tensor, norm: Norm | None, angles: Pair | None, turn_key: bool) -> Pair:
+def normalise_and_rotate(q: Tensor, k: Tensor, norm: Norm | None, angles: Pair | None, turn_key: bool) -> Pair:
     """rotate(normalise(q, k)) for q [B, T, H, D], k [B, T, G, D], as `couple` ends."""
     if norm is not None:
-        gains = (None if gain is None else gain.to(q.dtype) for gain in (norm.query_gain, norm.key_gain))
-        q, k = (F.rms_norm(u, u.shape[-1:], gain, norm.eps) for u, gain in zip((q, k), gains, strict=True))
+        q, k = rms_norm(q, norm.query_gain, norm.eps), rms_norm(k, norm.key_gain, norm.eps)
     if angles is not None:
-        q, k = turned(q, angles), turned(k, angles) if turn_key else k
+        q, k = apply_rope(q, angles), apply_rope(k, angles) if turn_key else k
     return q, k
-
-
-MOVED = {"euler": euler, "symplectic-euler": symplectic_euler, "leapfrog": leapfrog, "linear": symplectic_euler}
 
 
 def couple(
@@ -131,15 +155,8 @@ def couple(
     end."""
     dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
     q, k = q.to(wide).unflatten(2, (k.shape[2], -1)), k.to(wide).unsqueeze(3)
-    forces = [lambda u, n=network: force(n, u.to(precision)).to(wide) for network in networks]
-    if kind == "affine":
-        q, k = affine(q, k, networks, steps, scale_limit, precision)
-    else:
-        assert step is not None
-        step = step.to(wide)
-        if kind == "uncoupled":
-            q, k = uncoupled(q, k, step, forces[0], forces[1], steps)
-        else:
-            q, k = MOVED[kind](q, k, step, forces[0], steps)
-    q, k = finished(q.flatten(2, 3), k.squeeze(3), norm, angles, turn_key)
+    forces = [lambda u, n=network: apply_force(n, u.to(precision)).to(wide) for network in networks]
+    step = q.new_ones(()) if step is None else step.to(wide)
+    q, k = MAPS[kind].move(q, k, Motion(step, steps, forces, networks, scale_limit, precision))
+    q, k = normalise_and_rotate(q.flatten(2, 3), k.squeeze(3), norm, angles, turn_key)
     return q.to(dtype), k.to(dtype)

@@ -1,5 +1,5 @@
 """Attention of one or a few new queries over a cache."""
 
-from qklab.ops.decode.api import IMPLS, Impl, decode
+from qklab.ops.decode.api import DecodeImpl, decode
 
-__all__ = ["IMPLS", "Impl", "decode"]
+__all__ = ["DecodeImpl", "decode"]

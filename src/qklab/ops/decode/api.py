@@ -1,8 +1,5 @@
 """Attention over a cache: one call, several routes (README.md beside this says which is taken when, and why)."""
 
-import functools
-import importlib.util
-import logging
 import math
 from typing import Literal
 
@@ -10,13 +7,10 @@ import torch
 from torch import Tensor
 
 from qklab.ops.decode import reference, sdpa
-from qklab.ops.decode.reference import Angles
-from qklab.ops.dispatch import why_no_triton
-from qklab.schema import suggestion
+from qklab.ops.dispatch import Impl, choose_impl
+from qklab.ops.rope import Angles
 
-Impl = Literal["auto", "reference", "sdpa", "triton"]
-IMPLS: tuple[str, ...] = ("auto", "reference", "sdpa", "triton")
-HAS_TRITON = importlib.util.find_spec("triton") is not None
+DecodeImpl = Literal[Impl, "sdpa"]  # torch's own attention, which "auto" falls back to
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 KERNEL_ROWS = 128  # query rows of a group, H/G · T, up to which a call is bound by reading the cache
 
@@ -31,7 +25,7 @@ def decode(
     lengths: Tensor | None = None,
     angles: Angles | None = None,
     value_width: int | None = None,
-    impl: Impl = "auto",
+    impl: DecodeImpl = "auto",
 ) -> Tensor:
     """o_i = Σ_j softmax_j(scale · q_i·k_j) v_j: q [B, T, H, D], k [B, S, G, D], v [B, S, G, E] → [B, T, H, E].
 
@@ -47,10 +41,11 @@ def decode(
 
     Only "reference" and "sdpa" have gradients; "auto" takes "sdpa" where they are wanted.
     """
-    check(q, k, v, starts, lengths, angles, value_width, impl)
+    check(q, k, v, starts, lengths, angles, value_width)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     width = k.shape[-1] if value_width is None else value_width
-    route = chosen(q, k, v, impl)
+    obstacle, objection = find_decode_obstacle(q, k, v), find_decode_objection(q, k)
+    route = choose_impl("decode", impl, q.device, obstacle, objection, fallback="sdpa")
     if route == "triton":
         cos, sin = (None, None) if angles is None else angles
         # compilers need an operator; called as one it takes the host a good deal longer
@@ -63,38 +58,26 @@ def decode(
     return run(q, k, v, scale, starts, lengths, angles)
 
 
-def chosen(q: Tensor, k: Tensor, v: Tensor | None, impl: str) -> str:
-    """The route for these tensors: "reference", "sdpa" or "triton"."""
-    if impl == "triton" and (obstacle := why_no_triton(q.device.type)):
-        raise ValueError(f"decode: impl='triton' cannot run: {obstacle}; use impl='sdpa' or 'auto'.")
-    if impl == "triton" and needs_gradients(q, k, v):
-        raise ValueError("decode: impl='triton' has no gradients; use impl='sdpa', or decode under torch.no_grad().")
-    if impl != "auto":
-        return impl
-    if not (q.is_cuda and HAS_TRITON):
-        if not torch.compiler.is_compiling():
-            announce(q.device.type, "sdpa", why_no_triton(q.device.type) or "Triton's interpreter is for tests")
-        return "sdpa"
-    obstacle = None
+def find_decode_obstacle(q: Tensor, k: Tensor, v: Tensor | None) -> str | None:
+    """What about these tensors keeps the kernel from taking them."""
+    if not (q.dtype in KERNEL_DTYPES and k.dtype in KERNEL_DTYPES):
+        return f"it takes 16 and 32 bits, and these are {q.dtype} and {k.dtype}"
+    if needs_gradients(q, k, v):
+        return "it has no gradients, which are wanted outside torch.no_grad()"
+    return None
+
+
+def find_decode_objection(q: Tensor, k: Tensor) -> str | None:
+    """Why the kernel, although it could, is not taken unless asked for; README.md has what was measured."""
     if not (q.dtype in KERNEL_DTYPES[:2] and k.dtype in KERNEL_DTYPES[:2]):
-        obstacle = "the numbers are wider than 16 bits"
-    elif needs_gradients(q, k, v):
-        obstacle = "gradients are wanted"
-    elif q.shape[1] * q.shape[2] > KERNEL_ROWS * k.shape[2]:
-        obstacle = f"more than {KERNEL_ROWS} query rows read one key head"
-    if not torch.compiler.is_compiling():
-        announce(q.device.type, "sdpa" if obstacle else "triton", obstacle or "reading the cache is all there is to do")
-    return "sdpa" if obstacle else "triton"
+        return "the numbers are wider than 16 bits"
+    if q.shape[1] * q.shape[2] > KERNEL_ROWS * k.shape[2]:
+        return f"more than {KERNEL_ROWS} query rows read one key head"
+    return None
 
 
 def needs_gradients(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-
-
-@functools.cache
-def announce(device: str, route: str, reason: str) -> None:
-    """Say once what "auto" took."""
-    logging.getLogger("qklab").info("decode: impl='auto' takes %r on %s, since %s.", route, device, reason)
 
 
 def check(
@@ -105,12 +88,8 @@ def check(
     lengths: Tensor | None,
     angles: Angles | None,
     value_width: int | None,
-    impl: str,
 ) -> None:
     """Raise where the arguments do not fit together."""
-    if impl not in IMPLS:
-        known = ", ".join(map(repr, IMPLS))
-        raise ValueError(f"impl must be one of {known}{suggestion(impl, IMPLS)}, but {impl!r} came.")
     fits = q.dim() == k.dim() == 4 and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
     if not fits or k.shape[2] == 0 or q.shape[2] % k.shape[2]:
         raise ValueError(
@@ -140,8 +119,6 @@ def check(
     others = [tensor for tensor in (k, v, starts, lengths, *(angles or ())) if tensor is not None]
     if any(tensor.device != q.device for tensor in others):
         raise ValueError(f"all tensors must be on q's device {q.device}; move them together.")
-    if impl == "triton" and not (q.dtype in KERNEL_DTYPES and k.dtype in KERNEL_DTYPES):
-        raise ValueError(f"decode: impl='triton' takes 16 and 32 bits, but {q.dtype} and {k.dtype} came; use 'sdpa'.")
 
 
 def check_angles(k: Tensor, v: Tensor | None, angles: Angles, value_width: int | None) -> None:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-Angles = tuple[Tensor, Tensor]  # cos, sin: [positions, rotated/2]
+from qklab.ops.rope import Angles, apply_rope
 
 
 def decode(
@@ -23,7 +23,7 @@ def decode(
     wide = torch.promote_types(q.dtype, torch.float32)
     k, v = k.to(q.dtype), v.to(q.dtype)
     if angles is not None:
-        k = turned(k, angles, starts)
+        k = rotate_cached(k, angles, starts)
     scores = torch.einsum("btgrd,bsgd->bgrts", q.unflatten(2, (G, H // G)).to(wide), k.to(wide)) * scale
     seen = visible(T, S, starts, lengths, q.device)  # [B or 1, 1, T, S]
     weights = scores.masked_fill(~seen[:, :, None], -torch.inf).softmax(-1)
@@ -50,14 +50,9 @@ def visible(queries: int, slots: int, starts: Tensor | None, lengths: Tensor | N
     return seen[:, None]
 
 
-def turned(k: Tensor, angles: Angles, starts: Tensor | None) -> Tensor:
-    """R_p k: the pairs (k_i, k_{i+r/2}) of the first r entries of k [B, S, G, D], turned by their slot's position.
-
-    Positions count from the row's start.
-    """
+def rotate_cached(k: Tensor, angles: Angles, starts: Tensor | None) -> Tensor:
+    """R_p k for the k [B, S, G, D] of a cache, p counted from its row's start; angles are tables [positions, r/2]."""
     slot = torch.arange(k.shape[1], device=k.device)
     position = slot[None] if starts is None else (slot - starts[:, None]).clamp(min=0)
     cos, sin = (table[position][:, :, None] for table in angles)  # [B or 1, S, 1, r/2]
-    half = cos.shape[-1]
-    a, b = k[..., :half], k[..., half : 2 * half]
-    return torch.cat([(a * cos - b * sin).to(k.dtype), (b * cos + a * sin).to(k.dtype), k[..., 2 * half :]], -1)
+    return apply_rope(k, (cos, sin))

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from qklab.ops.decode.reference import Angles, turned, visible
+from qklab.ops.decode.reference import rotate_cached, visible
+from qklab.ops.rope import Angles
 
 
 def decode(
@@ -29,7 +30,7 @@ def decode(
     k = k.to(q.dtype)
     v = k if shared else v.to(q.dtype)
     if angles is not None:
-        k = turned(k, angles, starts)
+        k = rotate_cached(k, angles, starts)
     mask = None
     if T > 1 or starts is not None or lengths is not None:
         mask = visible(T, k.shape[1], starts, lengths, q.device)

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from qklab.schema import suggestion
+from qklab.schema import suggest_name
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [B, T, h, D], k [B, S, g, D], v [B, S, g, E] → [B, T, h, E]
 Form = Literal["wide", "halves"]
@@ -21,7 +21,7 @@ def differential(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, attend: Attend
     width 2D; "halves" calls it once for each half of the values, for kernels that want keys and values of one width.
     """
     if form not in FORMS:
-        raise ValueError(f"form must be one of 'wide', 'halves'{suggestion(form, FORMS)}, but {form!r} came.")
+        raise ValueError(f"form must be one of 'wide', 'halves'{suggest_name(form, FORMS)}, but {form!r} came.")
     if k.shape[2] % 2 or q.shape[2] % k.shape[2] or k.shape != v.shape:
         raise ValueError(
             "differential attention needs an even number G of key heads dividing H, and values like keys, "

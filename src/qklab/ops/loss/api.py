@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qklab.ops.dispatch import Impl, check_impl, chosen
+from qklab.ops.dispatch import Impl, check_impl, choose_impl
 from qklab.ops.loss import reference
 
 IGNORED = -100  # the target of a token that has none, as in torch's own cross_entropy
@@ -83,7 +83,7 @@ def computed(
     if x.device.type == "cpu":
         check_targets(targets, len(weight))
     rows = chunk_rows(len(x), len(weight), x.dtype, x.device)
-    kind = chosen("linear_cross_entropy", impl, x.device)
+    kind = choose_impl("linear_cross_entropy", impl, x.device)
     if kind == "triton":
         from qklab.ops.loss.triton import losses_and_gradients
     else:

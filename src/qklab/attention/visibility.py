@@ -1,0 +1,81 @@
+"""Who may see whom: one rule, and how it is told to each way of computing attention.
+
+`scaled_dot_product_attention` takes a mask or its own triangle, `flex_attention` blocks, `decode` the range of slots
+that a row has filled.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from qklab.attention.positions import TokenSlots
+    from qklab.attention.spec import AttentionSpec
+
+
+class Visibility(NamedTuple):
+    """Which of S slots each of T new tokens may attend to."""
+
+    slots: TokenSlots
+    causal: bool  # a token sees only itself and earlier ones
+    mask: Tensor | None = None  # for SDPA: [B or 1, 1, T, S]; None where all see all, or its own triangle will do
+    triangle: bool = False  # for SDPA: is_causal
+    blocks: Any = None  # for Flex: a BlockMask, inside a graph compiled for a GPU
+
+
+def find_visibility(spec: AttentionSpec, slots: TokenSlots, x: Tensor) -> Visibility:
+    """A text that is packed or padded sees only itself; what padding sees is of no meaning."""
+    visibility = Visibility(slots, spec.causal)
+    if slots.cached:
+        return visibility  # `decode` takes the range
+    if slots.texts is not None and takes_blocks(spec, x):
+        return visibility._replace(blocks=render_blocks(visibility))
+    if slots.texts is not None or slots.starts is not None:
+        return visibility._replace(mask=render_mask(visibility))
+    return visibility._replace(triangle=spec.causal)
+
+
+def may_see(visibility: Visibility, row: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Whether the token in slot `query` of a row attends to slot `key`, for indices that broadcast: the rule."""
+    slots = visibility.slots
+    seen = query >= key
+    if not visibility.causal:
+        seen = torch.ones_like(seen)
+    if slots.texts is not None:
+        seen = seen & (slots.texts[row, query] == slots.texts[row, key])
+    if slots.starts is not None:
+        start = slots.starts[row]
+        seen = seen & ((query >= start) == (key >= start))
+    return seen
+
+
+def render_mask(visibility: Visibility) -> Tensor:
+    """The rule for all pairs: [B or 1, 1, T, S], True where a query may attend."""
+    slots = visibility.slots
+    of_rows = slots.texts if slots.texts is not None else slots.starts
+    rows = torch.arange(1 if of_rows is None else len(of_rows), device=slots.new.device)
+    seen = may_see(visibility, rows[:, None, None], slots.new[:, None], slots.every)
+    return seen.expand(len(rows), -1, -1)[:, None]
+
+
+def takes_blocks(spec: AttentionSpec, x: Tensor) -> bool:
+    """Whether packed texts x [B, T, …] go through `flex_attention`, which skips blocks that nobody attends to."""
+    return x.is_cuda and torch.compiler.is_compiling() and x.dtype != torch.float64 and spec.head_width >= 16
+
+
+def render_blocks(visibility: Visibility) -> Any:
+    """The rule as flex_attention's BlockMask, for packed texts."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    texts = visibility.slots.texts
+    assert texts is not None
+    (B, T), device = texts.shape, texts.device
+    return create_block_mask(lambda b, h, q, k: may_see(visibility, b, q, k), B, None, T, T, device=device)
+
+
+def render_range(visibility: Visibility) -> dict[str, Any]:
+    """The rule as `decode` takes it."""
+    return {"starts": visibility.slots.starts, "lengths": visibility.slots.lengths}

@@ -1,0 +1,3 @@
+from qklab.cli import main
+
+main()

@@ -1,0 +1,80 @@
+import dataclasses
+import shlex
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from tyro.conf import Positional
+
+
+@dataclasses.dataclass(frozen=True)
+class CompareCommand:
+    """Train arms on your own text with paired seeds and equal tuning, and say which attention is better on it.
+
+    Args:
+        texts: files or folders of text, or names of corpora, compared on one by one; by default Python's own library
+        arms: which attentions, by name; the standard one is always among them; by default standard, leapfrog, affine,
+            k=v and qk-norm
+        minutes: how long it may take, which decides the size of the models and how many tokens they see; by default 5
+        seeds: how many paired seeds; by default 5
+        more: add to the comparison that is there: so many --seeds more, or as many as fit into --minutes
+        size: pico, nano, 51m or 124m instead of what fits the time
+        device: cpu or cuda; auto takes GPUs if there are any
+        at_once: runs at a time; by default one per core or GPU
+        out: the folder of the comparison; one that is there is continued
+        data: where corpora are looked for by name; by default $QKLAB_DATA
+    """
+
+    texts: Positional[tuple[str, ...]] = ()
+    arms: tuple[str, ...] | None = None
+    minutes: float | None = None
+    seeds: int | None = None
+    size: str | None = None
+    more: Annotated[bool, tyro.conf.arg(name="continue")] = False
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    at_once: int | None = None
+    out: Path | None = None
+    data: Path | None = None
+
+    def execute(self) -> int:
+        from qklab.cli.study import execute_and_report
+        from qklab.study import compare
+        from qklab.study.execute import Study
+        from qklab.study.executors.local import LocalExecutor
+        from qklab.study.records import read_study_record
+        from qklab.train.progress import Terminal
+
+        display = Terminal()
+        executor = LocalExecutor(self.device, self.at_once, say=display.say)
+        folder = self.out or compare.default_comparison_folder(self.texts)
+        if (folder / "study.json").exists():
+            spec = read_study_record(folder).spec
+            compare.refuse_other_comparison(spec, folder, self.texts, self.arms, self.size)
+            executor.slots = compare.share_gpus(executor.slots, compare.find_size(spec), self.at_once)
+            if self.more:
+                spec = compare.extend_comparison(spec, folder, executor.slots, self.seeds, self.minutes)
+            elif self.minutes is not None or self.seeds not in (None, spec.seeds):
+                raise ValueError(
+                    f"{folder} holds a comparison already; add --continue to give it more seeds or minutes, or choose "
+                    "another folder with --out."
+                )
+            display.say(f"going on with the comparison in {folder}: {spec.seeds} seeds of {', '.join(spec.arms)}.")
+        elif self.more:
+            raise ValueError(f"there is no comparison in {folder} to continue; leave --continue out to begin one.")
+        else:
+            spec = compare.plan_comparison(
+                self.texts,
+                arms=compare.DEFAULT if self.arms is None else self.arms,
+                minutes=compare.MINUTES if self.minutes is None else self.minutes,
+                seeds=compare.SEEDS if self.seeds is None else self.seeds,
+                size=self.size,
+                slots=executor.slots,
+                at_once=self.at_once,
+                data=self.data,
+                say=display.say,
+            )
+            executor.slots = compare.share_gpus(executor.slots, compare.find_size(spec), self.at_once)
+        words = ["qklab", "compare", "--out", str(folder), *(() if self.data is None else ("--data", str(self.data)))]
+        command = f"{shlex.join(words)} --continue --seeds {{more}}"
+        study = Study(spec, folder, data=self.data, execution=compare.choose_execution(spec))
+        return execute_and_report(study, lambda: executor, display, command)

@@ -1,0 +1,102 @@
+import contextlib
+import dataclasses
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from tyro.conf import Positional
+
+
+@dataclasses.dataclass(frozen=True)
+class StudyCommand:
+    """Carry out a study: arms × seeds × corpora × learning rates from a TOML file, and judge it.
+
+    Args:
+        file: the study's TOML file
+        out: its folder, or a URL (s3://…, gs://…, file://…); by default runs/ and the study's name; what is there is
+            continued
+        seeds: how many seeds instead of what the file says: a study can be given more, not fewer
+        device: cpu or cuda; auto takes GPUs if there are any
+        at_once: runs at a time; by default one per core or GPU
+        rows: windows per forward pass, where a whole batch does not fit into memory
+        ray: run on the Ray cluster at this address; without an address on one started on this machine
+        executor: where runs are carried out: local, ray, or what a package registered
+        data: where corpora are looked for by name; by default $QKLAB_DATA
+    """
+
+    file: Positional[Path]
+    out: str | None = None
+    seeds: int | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    at_once: int | None = None
+    rows: int | None = None
+    ray: str | None = None
+    executor: str | None = None
+    data: Path | None = None
+
+    @staticmethod
+    def complete_words(words: Sequence[str]) -> list[str]:
+        """A --ray without an address means a cluster on this machine."""
+        completed = list(words)
+        for i, word in enumerate(words):
+            if word == "--ray" and (i + 1 == len(words) or words[i + 1].startswith("--")):
+                completed[i] = "--ray=local"
+        return completed
+
+    def execute(self) -> int:
+        from qklab import register
+        from qklab.study.execute import Study
+        from qklab.study.plan import encode_file_name
+        from qklab.study.remote import RemoteStudy, is_url
+        from qklab.study.spec import read_study
+        from qklab.train.progress import Terminal
+
+        spec, display = read_study(self.file), Terminal()
+        if self.seeds is not None:
+            spec = spec.replace(seeds=self.seeds)
+        out = self.out or str(Path("runs") / encode_file_name(spec.name.replace(" ", "-").lower()))
+        remote = RemoteStudy(out, say=display.say) if is_url(out) else None
+        study = Study(
+            spec,
+            Path(out) if remote is None else remote.local,
+            data=self.data,
+            execution={"rows": self.rows},
+            remote=remote,
+        )
+        words = ["qklab", "study", str(self.file), "--out", out]
+        for name in ("rows", "executor", "ray", "data"):
+            if getattr(self, name) is not None:
+                words += [f"--{name}", str(getattr(self, name))]
+        make = register.executor[self.executor or ("local" if self.ray is None else "ray")]
+        address = None if self.ray == "local" else self.ray
+        return execute_and_report(
+            study,
+            lambda: make(self.device, self.at_once, address, display.say),
+            display,
+            f"{shlex.join(words)} --seeds {{total}}",
+        )
+
+
+def execute_and_report(study: Any, make_executor: Callable[[], Any], display: Any, command: str) -> int:
+    """Do what is left of a study, print its answer and build its report."""
+    from qklab import report
+    from qklab.study.answer import write_answer
+    from qklab.study.records import read_analyses
+
+    try:
+        with study.open(), contextlib.closing(make_executor()) as executor:
+            results = study.carry_out(executor, display)
+            analyses = read_analyses(study.folder).add(study.spec.seeds, executor.slots.count, command)
+            analyses.write(study.folder)
+            if study.remote is not None:
+                study.remote.send_study()
+                study.remote.fetch_records(checkpoints=True)
+    finally:
+        display.close()
+    print(f"\n{write_answer(study.spec, results, analyses)}")
+    print(f"\nThe pictures: {report.build_report([study.folder], study.folder / 'report.html')}")
+    if study.remote is not None:
+        study.remote.send_report()
+        print(f"All of it is in {study.remote.url}.")
+    return 0

@@ -1,0 +1,72 @@
+"""What arms are compared by: name, unit, direction and how each is read, in one place.
+
+A new metric is a class here or in another package; plans, verdicts, answers and reports take all they say from it.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from qklab import register
+
+
+class Metric:
+    """A number that an evaluation gives.
+
+    label: what it is called, "loss"; unit: of a value, "nats per token"; difference_unit: of a difference, "nats";
+    exponential: what exp of it is called where that has a name, "perplexity"; needs_one_tokenizer: whether values
+    compare only between models with one tokenizer.
+    """
+
+    name: str = ""
+    label: str
+    unit: str
+    difference_unit: str
+    lower_is_better: bool = True
+    exponential: str | None = None
+    needs_one_tokenizer: bool = False
+
+    def read(self, evaluation: Mapping[str, Any]) -> float:
+        """The value from the evaluation of one split, as a run's summary and its metrics.jsonl hold it; KeyError where
+        it is not there."""
+        raise NotImplementedError
+
+    @property
+    def worst(self) -> float:
+        """The value of a run that diverged."""
+        return math.inf if self.lower_is_better else -math.inf
+
+    def describe(self) -> dict[str, Any]:
+        """What a page or a table needs to know of the metric, ready for JSON."""
+        names = ("name", "label", "unit", "difference_unit", "lower_is_better", "exponential")
+        return {name: getattr(self, name) for name in names}
+
+
+@register.metric("loss")
+class Loss(Metric):
+    label, unit, difference_unit = "loss", "nats per token", "nats"
+    exponential = "perplexity"
+    needs_one_tokenizer = True
+
+    def read(self, evaluation: Mapping[str, Any]) -> float:
+        return float(evaluation["loss"])
+
+
+@register.metric("bits_per_byte")
+class BitsPerByte(Metric):
+    label, unit, difference_unit = "bits per byte", "bits per byte", "bits per byte"
+
+    def read(self, evaluation: Mapping[str, Any]) -> float:
+        return float(evaluation["bits_per_byte"])
+
+
+def find_metric(name: str) -> Metric:
+    """The registered metric of that name."""
+    metric: Metric = register.metric[name]()
+    metric.name = name
+    return metric
+
+
+def list_metrics() -> list[Metric]:
+    """All registered metrics."""
+    return [find_metric(name) for name in register.metric]

@@ -1,0 +1,242 @@
+"""What a study's folder says: what was fixed before anything ran, what came of each run, and when it was judged.
+
+study.json      the spec, and the hash of every corpus
+analyses.json   the analyses taken, and how to add seeds
+runs/           the run directories; their summary.json is all that is needed of a run that ended
+"""
+
+import fcntl
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from qklab.runs.directory import RunDirectory
+from qklab.runs.files import describe_os_error, write_json
+from qklab.schema import format_value
+from qklab.study.metrics import Metric, find_metric
+from qklab.study.plan import PlannedRun
+from qklab.study.spec import StudyError, StudySpec
+
+FORMAT = 2
+STUDY, ANALYSES = "study.json", "analyses.json"
+
+
+# Runs
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A run that ended: how well it did on validation and test text, and what it took."""
+
+    planned: PlannedRun
+    status: str  # finished or diverged
+    summary: dict[str, Any]
+
+    def value(self, metric: Metric, split: str = "test") -> float:
+        """The metric on a split; its worst for a run that diverged, also if only its evaluation shows it."""
+        if self.status != "finished":
+            return metric.worst
+        try:
+            value = metric.read(self.summary["evaluation"][split])
+        except KeyError:
+            raise StudyError(f"the run {self.planned.name} has no {metric.name} on {split} text.") from None
+        return value if math.isfinite(value) else metric.worst
+
+    @property
+    def seconds(self) -> float:
+        return self.summary["seconds"]
+
+    @property
+    def process_seconds(self) -> float:
+        """Of its last process, with everything beside its steps."""
+        return max(self.seconds, self.summary.get("seconds_of_last_process", {}).get("all", 0.0))
+
+    def describe(self, metric: Metric) -> str:
+        if not math.isfinite(self.value(metric)):
+            return "no result"
+        return f"{self.value(metric):.4f} {metric.unit}"
+
+
+def read_result(study: Path, planned: PlannedRun) -> RunResult | None:
+    """The result of a run; None while it has not ended."""
+    directory = RunDirectory(planned.folder_in(study))
+    summary = directory.summary() if directory.exists() else None
+    return None if summary is None else RunResult(planned, summary["status"], summary)
+
+
+def is_in_use(folder: Path) -> bool:
+    """Whether a process works in a run directory."""
+    try:
+        with open(folder / "lock", "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # on network file systems readers get no other
+    except BlockingIOError:
+        return True
+    except OSError:  # there is none yet, or training will say what is wrong with it
+        return False
+    return False
+
+
+def choose_learning_rates(study: StudySpec, results: Sequence[RunResult]) -> dict[tuple[str, str], float | None]:
+    """(corpus, arm) → the learning rate with the lowest mean validation loss over the seeds that tune; None if at every
+    learning rate some run diverged."""
+    loss, chosen = find_metric("loss"), dict[tuple[str, str], float | None]()
+    for corpus in study.corpora:
+        for arm in study.arms:
+            means: dict[float, float] = {}
+            for lr in study.lrs:
+                own = [
+                    result.value(loss, "valid")
+                    for result in results
+                    if (result.planned.corpus, result.planned.arm, result.planned.lr) == (corpus, arm, lr)
+                    and result.planned.seed < study.tuning_seeds
+                ]
+                means[lr] = sum(own) / len(own) if own else math.inf
+            best = min(means, key=lambda lr: means[lr])
+            chosen[corpus, arm] = best if math.isfinite(means[best]) else None
+    return chosen
+
+
+def collect_values(
+    study: StudySpec, results: Sequence[RunResult], lrs: Mapping[tuple[str, str], float | None], corpus: str, arm: str
+) -> dict[int, float]:
+    """Seed → the metric on test text at the learning rate that was chosen."""
+    lr, metric = lrs[corpus, arm], find_metric(study.metric)
+    return {
+        result.planned.seed: result.value(metric)
+        for result in results
+        if (result.planned.corpus, result.planned.arm, result.planned.lr) == (corpus, arm, lr)
+    }
+
+
+def sum_up_ledger(results: Sequence[RunResult], corpus: str, arm: str, lrs: Sequence[float]) -> dict[str, Any]:
+    """What an arm got and took: the same for all where they are matched on it."""
+    own = [r for r in results if (r.planned.corpus, r.planned.arm) == (corpus, arm)]
+    finished = [r.summary for r in own if r.status == "finished"] or [r.summary for r in own]
+    names = (
+        "parameters",
+        "training_flops",
+        "tokens",
+        "seconds",
+        "tokens_per_second",
+        "peak_memory_bytes",
+        "cache_bytes_per_token",
+    )
+    means = {name: sum(s[name] for s in finished) / len(finished) if finished else None for name in names}
+    diverged = sum(r.status == "diverged" for r in own)
+    return means | {"learning_rates": list(lrs), "runs": len(own), "diverged": diverged}
+
+
+# study.json
+
+
+@dataclass(frozen=True)
+class StudyRecord:
+    """What was fixed before anything ran; `data` has of every corpus its `spec` and the `hash` of its content."""
+
+    spec: StudySpec
+    data: list[dict[str, Any]]
+
+    def write(self, folder: Path) -> None:
+        values = {"fingerprint": self.spec.fingerprint, "spec": self.spec.to_dict(), "data": self.data}
+        with explain_file_errors():
+            write_json(folder / STUDY, {"format": FORMAT} | values)
+
+    def find_hash(self, corpus: Mapping[str, Any]) -> str | None:
+        """The hash of the corpus with these settings when the study began."""
+        wanted = json.loads(json.dumps(corpus))
+        return next((entry["hash"] for entry in self.data if entry["spec"] == wanted), None)
+
+
+def read_study_record(folder: Path) -> StudyRecord:
+    path = folder / STUDY
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record["format"] != FORMAT:
+            raise ValueError(f"it is of format {record['format']}, this version of qklab reads {FORMAT}")
+        return StudyRecord(StudySpec.from_dict(record["spec"]), list(record.get("data", ())))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = f"it has no {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
+        raise StudyError(f"{path} cannot be read as a study: {why}; restore it from a copy.") from None
+
+
+def find_difference(before: Any, now: Any, name: str = "") -> str | None:
+    """The first setting that differs, and how: "with arms.x.z_loss=0, but 1 came"; None if there is none."""
+    if not (isinstance(before, dict) and isinstance(now, dict)):
+        return None if before == now else f"with {name}={format_value(before)}, but {format_value(now)} came"
+    for key in sorted(before.keys() | now.keys()):
+        path = f"{name}.{key}" if name else key
+        if key not in now:
+            return f"with {path}={format_value(before[key])}, which is now left out"
+        if key not in before:
+            return f"without {path}, but {format_value(now[key])} came"
+        if (found := find_difference(before[key], now[key], path)) is not None:
+            return found
+    return None
+
+
+@contextmanager
+def explain_file_errors() -> Iterator[None]:
+    """A disk that refuses becomes one sentence."""
+    try:
+        yield
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        raise StudyError(
+            f"the study stopped because of a file{where}: {describe_os_error(error)}; what was saved before is still "
+            "there, mend this and run the same command again."
+        ) from error
+
+
+# analyses.json
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """A time at which the study was judged, at so many seeds."""
+
+    seeds: int
+    at: str
+
+
+@dataclass(frozen=True)
+class Analyses:
+    """The analyses taken; how many runs there were at a time; and the command that adds seeds, with {more} and {total}
+    in place of their number."""
+
+    taken: tuple[Analysis, ...] = ()
+    at_once: int = 1
+    command: str = ""
+
+    @property
+    def seeds(self) -> list[int]:
+        return [analysis.seeds for analysis in self.taken]
+
+    def add(self, seeds: int, at_once: int, command: str) -> "Analyses":
+        """With one at so many seeds; judging the same seeds again is no new analysis."""
+        now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+        new = () if seeds in self.seeds else (Analysis(seeds, now),)
+        return Analyses((*self.taken, *new), at_once, command or self.command)
+
+    def write_command(self, more: int, seeds: int) -> str:
+        """The command that adds so many seeds to those there are."""
+        return self.command.replace("{more}", str(more)).replace("{total}", str(seeds + more))
+
+    def write(self, folder: Path) -> None:
+        write_json(folder / ANALYSES, asdict(self))
+
+
+def read_analyses(folder: Path) -> Analyses:
+    """The analyses of the study in a folder; none if there is no record."""
+    path = folder / ANALYSES
+    if not path.exists():
+        return Analyses()
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return Analyses(tuple(Analysis(**each) for each in record["taken"]), record["at_once"], record["command"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StudyError(f"{path} cannot be read: {error}; restore it from a copy or delete it.") from None

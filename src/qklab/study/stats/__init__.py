@@ -1,0 +1,1 @@
+"""What paired runs say: differences over seeds, equivalence, spread, power, curves. Needs scipy."""

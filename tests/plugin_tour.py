@@ -1,0 +1,83 @@
+"""What tests/test_plugin.py runs in a process of its own, where the package of examples/plugin is installed."""
+
+import sys
+from pathlib import Path
+
+from qklab import AttentionSpec, CouplingSpec, cli
+from qklab.testing import CONTRACTS, contracts_of
+from qklab.testing.grid import SIZE
+
+STUDY = """
+name = "turned"
+baseline = "standard"
+corpora = ["counting"]
+metric = "token_probability"
+margin = 0.01
+lrs = [0.01]
+seeds = 2
+
+[base]
+corpus.tokenizer = "bytes"
+model = {layers = 1, width = 16, context = 16}
+attention.heads = 2
+batch.sequences = 2
+budget.tokens = 128
+evaluation = {times = 1, tokens = 64, probes = 0}
+
+[arms.standard]
+[arms."turned and gated"]
+attention = {coupling.kind = "turn", mix = "gated"}
+"""
+
+TINY = "--model.layers 1 --model.width 16 --model.context 16 --attention.heads 2 --batch.sequences 2 --budget.tokens 64"
+
+
+def run(command: str) -> None:
+    code = None
+    try:
+        cli.main(command.split())
+    except SystemExit as stop:
+        code = stop.code
+    assert not code, f"qklab {command} ended with {code}"
+
+
+def check_contracts() -> None:
+    turn = CouplingSpec(kind="turn", steps=2)
+    for spec in (
+        AttentionSpec(**SIZE, kv_heads=2, coupling=turn, norm="qk"),
+        AttentionSpec(**SIZE, share="k=v", coupling=turn, mix="gated"),
+    ):
+        for name in contracts_of(spec):
+            CONTRACTS[name](spec, "cpu")
+
+
+def check_commands() -> None:
+    run("describe --coupling.kind turn --mix gated")
+    Path("study.toml").write_text(STUDY, encoding="utf-8")
+    run("study study.toml --out study --at-once 1")
+    run(f"train --corpus.source counting --corpus.tokenizer bytes --attention.coupling.kind turn {TINY} --out run")
+    run("report study --out report.html")
+    page = Path("report.html").read_text(encoding="utf-8")
+    for words in ("token probability", "turned and gated"):
+        assert words in page, f"the report does not speak of {words}"
+
+
+def check_family() -> None:
+    import torch
+    from transformers import ArceeConfig, ArceeForCausalLM
+
+    from qklab.hf import convert
+    from qklab.optim import attention_roles
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = ArceeForCausalLM(ArceeConfig(vocab_size=32, bos_token_id=0, eos_token_id=1, **sizes)).eval()
+    assert len(attention_roles(model)) == 1
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        before = model(ids).logits
+        convert(model, coupling=CouplingSpec(kind="turn", init="identity"))
+        assert torch.equal(model(ids).logits, before)
+
+
+if __name__ == "__main__":
+    {"contracts": check_contracts, "commands": check_commands, "family": check_family}[sys.argv[1]]()

@@ -1,0 +1,57 @@
+"""The metric registry: one place says what a metric is, and everything else asks it."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from qklab import register
+from qklab.schema import SpecError
+from qklab.study.metrics import Metric, find_metric, list_metrics
+from qklab.study.plan import PlannedRun
+from qklab.study.records import RunResult
+from qklab.study.spec import StudySpec
+
+ARMS: dict[str, dict[str, Any]] = {"standard": {}, "k=v": {"attention": {"share": "k=v"}}}
+BASE = {"model": {"recipe": "nano"}, "budget": {"tokens": 4096}}
+
+
+@pytest.fixture
+def accuracy() -> Iterator[type[Metric]]:
+    @register.metric("accuracy")
+    class Accuracy(Metric):
+        label, unit, difference_unit, lower_is_better = "accuracy", "of the answers right", "points", False
+
+        def read(self, evaluation: Mapping[str, Any]) -> float:
+            return evaluation["right"] / evaluation["answers"]
+
+    yield Accuracy
+    del register.metric.entries["accuracy"]
+
+
+def study(**changes: Any) -> StudySpec:
+    return StudySpec.from_dict({"baseline": "standard", "arms": ARMS, "base": BASE} | changes)
+
+
+@pytest.mark.usefixtures("accuracy")
+def test_a_registered_metric_is_a_choice_of_a_study_and_is_read_from_its_runs() -> None:
+    metric = find_metric(study(metric="accuracy").metric)
+    run = RunResult(PlannedRun("c", "k=v", 1e-3, 0), "finished", {"evaluation": {"test": {"right": 3, "answers": 4}}})
+    assert run.value(metric) == 0.75
+    assert run.describe(metric) == "0.7500 of the answers right"
+    assert RunResult(run.planned, "diverged", {}).value(metric) == -math.inf
+    assert [each.name for each in list_metrics()] == ["loss", "bits_per_byte", "accuracy"]
+    assert metric.describe() == {
+        "name": "accuracy",
+        "label": "accuracy",
+        "unit": "of the answers right",
+        "difference_unit": "points",
+        "lower_is_better": False,
+        "exponential": None,
+    }
+
+
+def test_a_name_that_nothing_is_registered_under_is_refused_with_a_suggestion() -> None:
+    with pytest.raises(SpecError, match=r"metric.*must be one of 'loss', 'bits_per_byte' \(did you mean 'loss'\?\)"):
+        study(metric="los")

@@ -1,0 +1,150 @@
+"""The laws of the house that no linter knows: one home per idea, names that are plain and mean one thing."""
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from qklab import register
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src/qklab"
+MODULES = {path.relative_to(SOURCE).as_posix(): path for path in sorted(SOURCE.rglob("*.py"))}
+
+# Participles that do not end like one, and words that end like one but are none (verbs, or nouns of the field).
+IRREGULAR = {
+    "told",
+    "chosen",
+    "kept",
+    "held",
+    "said",
+    "sent",
+    "built",
+    "made",
+    "gone",
+    "known",
+    "left",
+    "bound",
+    "lost",
+}
+NO_PARTICIPLE = {"seed", "speed", "feed", "need", "embed", "open", "listen", "hidden", "len"}
+
+# What is still left; it may only become shorter.
+LEFT = set((ROOT / "tests/house_left.txt").read_text(encoding="utf-8").splitlines())
+
+
+@cache
+def parse(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text(encoding="utf-8"))
+
+
+def is_participle(name: str) -> bool:
+    word = name.strip("_")
+    return word in IRREGULAR or (bool(re.fullmatch("[a-z]+(ed|en|wn)", word)) and word not in NO_PARTICIPLE)
+
+
+def functions_of(module: str) -> Iterator[str]:
+    """Functions and methods, but not properties, which may say how a thing is."""
+    for node in ast.walk(parse(module)):
+        if isinstance(node, ast.FunctionDef) and not any("property" in ast.unparse(d) for d in node.decorator_list):
+            yield node.name
+
+
+def test_a_public_name_means_one_thing() -> None:
+    homes = defaultdict(set)
+    for module in MODULES:
+        for node in parse(module).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                # an operation's reference and kernels bear its name
+                operation = re.match("ops/[a-z_]+/", module)
+                homes[node.name].add(operation[0] if operation else module)
+    shared = {name: sorted(found) for name, found in homes.items() if len(found) > 1 and name != "main"}
+    new = {name: found for name, found in shared.items() if name not in LEFT}
+    assert not new, "defined twice; rename one:\n" + "\n".join(
+        f"{name}: {', '.join(new[name])}" for name in sorted(new)
+    )
+
+
+def test_functions_are_verbs_with_their_object() -> None:
+    found = {name: module for module in MODULES for name in functions_of(module) if is_participle(name)}
+    new = {f"{module}: {name}" for name, module in found.items() if name not in LEFT}
+    assert not new, "participles; name what the function does (`write_json`, not `written`):\n" + "\n".join(sorted(new))
+
+
+@pytest.mark.parametrize("registry", [register.coupling, register.mix, register.norm], ids=lambda r: r.what)
+def test_mechanisms_are_listed_in_their_home_alone(registry: register.Registry) -> None:
+    """A second list is a second place to change: whoever needs the names reads the registry."""
+    names, homes = set(registry), {"attention/couple.py", "attention/mix.py", "attention/norm.py"}
+    for module in set(MODULES) - homes:
+        for node in ast.walk(parse(module)):
+            if isinstance(node, ast.List | ast.Tuple | ast.Set | ast.Dict):
+                inside = node.keys if isinstance(node, ast.Dict) else node.elts
+                listed = {entry.value for entry in inside if isinstance(entry, ast.Constant)} & names
+                assert len(listed) < 3 or module in LEFT, (
+                    f"{module}:{node.lineno} lists {', '.join(map(str, sorted(listed)))}"
+                )
+
+
+# The words by which Transformers' models call their parts.
+LAYOUTS = re.compile(r"[\"'.](q_proj|k_proj|v_proj|qkv_proj|o_proj|c_attn|query_key_value|self_attn|kv_a_proj\w*)\b")
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if not module.startswith("hf/")])
+def test_only_hf_knows_other_peoples_layouts(module: str) -> None:
+    text = MODULES[module].read_text(encoding="utf-8")
+    assert not LAYOUTS.findall(text) or module in LEFT
+    assert not re.findall(r"^\s*(?:from|import) transformers", text, re.MULTILINE)
+
+
+WRITES = re.compile(r"""\.write_(text|bytes)\(|\bopen\([^)]*["'][wax]b?["']|os\.replace\(|json\.dump\(""")
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if module != "runs/files.py"])
+def test_only_one_module_writes_files(module: str) -> None:
+    assert not WRITES.findall(MODULES[module].read_text(encoding="utf-8")) or module in LEFT
+
+
+# What CONTRIBUTING.md says is to be touched, and how many files that may be besides a page and its drawing.
+MOST_FILES = {
+    "coupling with a kernel": 8,
+    "mask, such as a window": 6,
+    "metric of a study": 3,
+    "corpus source": 3,
+    "Transformers family": 2,
+}
+
+
+def files_to_touch() -> dict[str, list[str]]:
+    rows = re.findall(
+        r"^\| ([^|]+) \| [^|]+ \| ([^|]+) \|$", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.MULTILINE
+    )
+    return {
+        what: [name for name in re.findall("`([^`]+)`", files) if name != "docs/mechanisms/"] for what, files in rows
+    }
+
+
+@pytest.mark.parametrize("what", MOST_FILES)
+def test_adding_something_touches_few_files(what: str) -> None:
+    files = files_to_touch()[what]
+    assert len(files) <= MOST_FILES[what]
+    assert not [name for name in files if not (ROOT / name).is_file()]
+
+
+def test_a_coupling_with_a_kernel_is_named_nowhere_else() -> None:
+    """One that is there stands for the next: where the source names it is where the next one must be added."""
+    named = {
+        path.relative_to(ROOT).as_posix()
+        for path in SOURCE.rglob("*")
+        if path.suffix in (".py", ".md", ".js") and re.search("symplectic[-_]?euler", path.read_text("utf-8"), re.I)
+    }
+    assert named - set(files_to_touch()["coupling with a kernel"]) <= LEFT
+
+
+def test_test_files_are_told_apart_by_name() -> None:
+    """pytest imports them by that name alone, and would stop before the first test."""
+    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py"]
+    assert not {name for name in names if names.count(name) > 1}

@@ -64,7 +64,7 @@ class Op:
     def forward(self, impl: Impl = "triton") -> tuple[Tensor, Tensor]:
         self.couple.impl = impl
         with torch.autocast("cuda", BF16):
-            return self.couple(self.q, self.k, None, self.angles)
+            return self.couple.fuse(self.q, self.k, None, self.angles)
 
     def leaves(self) -> list[Tensor]:
         return [self.q, self.k, *self.couple.parameters()]
@@ -78,7 +78,7 @@ class Op:
         wide = self.couple.double()
         q, k = (x.detach().double().requires_grad_() for x in (self.q, self.k))
         cos, sin = (angle.double() for angle in self.angles)
-        outputs = wide(q, k, None, (cos, sin))
+        outputs = wide.fuse(q, k, None, (cos, sin))
         found = torch.autograd.grad(outputs, [q, k, *wide.parameters()], (self.dq.double(), self.dk.double()))
         self.couple.float()
         return [*(y.detach() for y in outputs), *found]

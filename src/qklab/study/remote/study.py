@@ -6,7 +6,6 @@ report.html
 """
 
 import hashlib
-import os
 import re
 import shutil
 import threading
@@ -15,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from qklab.runs.environment import find_cache_root
 from qklab.runs.files import hash_file, link_file
 from qklab.study.records import ANALYSES, STUDY, is_in_use
 from qklab.study.remote.snapshot import FolderSnapshot, RemoteFolder, describe_progress
@@ -34,9 +34,10 @@ def is_url(text: str) -> bool:
 
 def find_cache(url: str) -> Path:
     """Where the study at `url` lives on this machine."""
-    root = Path(os.environ.get("QKLAB_CACHE") or Path.home() / ".cache" / "qklab")
     name = re.sub(r"[^A-Za-z0-9]+", "-", url).strip("-")[-40:]
-    return (root / "studies" / f"{name}-{hashlib.sha256(url.rstrip('/').encode()).hexdigest()[:12]}").absolute()
+    return (
+        find_cache_root() / "studies" / f"{name}-{hashlib.sha256(url.rstrip('/').encode()).hexdigest()[:12]}"
+    ).absolute()
 
 
 def print_flushed(sentence: str) -> None:

@@ -35,7 +35,7 @@ from qklab.study.plan import PlannedRun
 from qklab.study.records import StudyRecord, is_in_use, read_study_record
 from qklab.study.remote import RemoteStudy
 from qklab.study.spec import StudyError, StudySpec
-from qklab.train.progress import Silent
+from qklab.train.progress import Display
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def cluster() -> Iterator[Any]:
 
 def carry_out_on_cluster(spec: StudySpec, folder: Path, address: str) -> None:
     with Study(spec, folder).open() as study, closing(RayExecutor("cpu", 1, address)) as executor:
-        study.carry_out(executor, Silent())
+        study.carry_out(executor, Display())
 
 
 def worker_of(pid: int) -> int:
@@ -116,7 +116,7 @@ def refuse_on_a_node(study: Study, executor: RayExecutor) -> None:
         other = [entry | {"hash": "another"} for entry in data]
         patch.setattr(study, "prepare_corpora", lambda _: study.write_record(other))
         with pytest.raises(StudyError, match=r"^the corpus .* is another text on the node .* shared file system"):
-            study.carry_out(executor, Silent())
+            study.carry_out(executor, Display())
     study.write_record(data)
 
 
@@ -127,7 +127,7 @@ def fail_on_a_node(study: Study, executor: RayExecutor, corpus: str) -> None:
     run.mkdir(parents=True)
     (run / "metrics.jsonl").write_text("")
     with pytest.raises(StudyError, match=r"the run k=v .* failed: .* holds what a run left but no run.json"):
-        study.carry_out(executor, Silent())
+        study.carry_out(executor, Display())
     assert not any(map(is_in_use, unfinished(study.folder)))
     shutil.rmtree(run)
 
@@ -180,7 +180,7 @@ def order(corpus: str, tmp_path: Path) -> NodeOrder:
     """The first unit of a study, as a node gets it."""
     study = Study(small_spec(corpus), tmp_path / "study")
     with study.open():
-        study.prepare_corpora(Silent())
+        study.prepare_corpora(Display())
     return NodeOrder.of(study.make_unit([PlannedRun(corpus, "standard", 1e-3, 0)], InProcess()), WorkerSlots(3, 1))
 
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from qklab.runs.environment import find_cache_root
-from qklab.runs.files import hash_file, link_file
+from qklab.runs.files import copy_file, hash_file, link_file
 from qklab.study.records import ANALYSES, STUDY, is_in_use
 from qklab.study.remote.snapshot import FolderSnapshot, RemoteFolder, describe_progress
 from qklab.study.remote.store import Store, StoreError
@@ -66,7 +66,7 @@ class RemoteStudy:
         stage.mkdir()
         for name in (STUDY, ANALYSES):
             if (self.local / name).exists():
-                shutil.copyfile(self.local / name, stage / name)
+                copy_file(self.local / name, stage / name)
         RemoteFolder(self.store, "study").upload(stage)
         shutil.rmtree(stage)
 
@@ -162,7 +162,7 @@ class RemoteStudy:
 
 def stage_file(source: Path, target: Path, *, copy: bool = False) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    (shutil.copyfile if copy else link_file)(source, target)
+    (copy_file if copy else link_file)(source, target)
 
 
 def is_as_far(run: Path, snapshot: FolderSnapshot, *, checkpoints: bool) -> bool:

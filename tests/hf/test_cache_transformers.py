@@ -58,7 +58,7 @@ def test_it_owns_what_the_spec_promises(kind: str, small: Small, ids: torch.Tens
         tensors = [tensor for layer in layers for tensor in layer.cache.tensors]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
         assert sum(storages.values()) == cache_bytes(cache)
-        assert len(tensors) == 2 * len(cache_class(spec.attention).widths(spec.attention))
+        assert len(tensors) == sum(len(cache_class(one).widths(one)) for one in spec.attentions)
     assert cache_bytes(static) == 3 * spec.cache_bytes(20, torch.float32)
     assert static.get_max_length() == 20
     assert growing.get_max_length() == -1

@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from qklab import AttentionSpec, CouplingSpec, Decoder, DecoderSpec, LatentSpec
 
@@ -108,3 +110,20 @@ def tiny(family: str, **changes: Any) -> Any:
 
 def token_ids(rows: int = 2, tokens: int = TOKENS, seed: int = 1) -> Tensor:
     return torch.randint(3, VOCAB, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Every byte a token, and end-of-text as number 256."""
+    letters = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<|endoftext|>"]
+    plain = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    plain.decoder = decoders.ByteLevel()
+    end = "<|endoftext|>"
+    return PreTrainedTokenizerFast(tokenizer_object=plain, bos_token=end, eos_token=end, pad_token=end)
+
+
+def byte_llama(**choices: Any) -> Any:
+    """A tiny random Llama for that tokenizer."""
+    torch.manual_seed(0)
+    ends = {"bos_token_id": 256, "eos_token_id": 256, "pad_token_id": 256}
+    return LlamaForCausalLM(LlamaConfig(**(SHAPE | ends | {"vocab_size": 257} | choices)))

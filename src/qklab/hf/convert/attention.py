@@ -100,7 +100,7 @@ class ConvertedAttention(nn.Module):
 
     def rotate_keys(self, k: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         """R_j k_j: k [B, G, slots, D] by cos, sin [B, slots, r], whose halves are the same."""
-        if not rotates_without_gradient(k, angles[0]):
+        if not self.family.rotates_halves or not rotates_without_gradient(k, angles[0]):
             return self.rotate(k, k[:, :0], *angles)[0]
         cos, sin = (table[:, None, :, : table.shape[-1] // 2] for table in angles)
         return apply_rope_without_gradient(k, (cos, sin))

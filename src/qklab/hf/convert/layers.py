@@ -127,11 +127,12 @@ def measure_group_moments(
 
 
 def fit_heads(moments: Moments, conversion: Conversion, members: int, weight: float, centre: bool) -> Fit:
+    family = conversion.layout
     fit = merge_heads(
         moments,
         members,
         least_squares=conversion.merge == "least-squares",
-        rotated_keys=conversion.layout.rotated and not conversion.layout.normed,
+        rotated_keys=family.rotated and family.rotates_halves and not family.normed,
     )
     return share_key_value(fit, moments, weight=weight, centre=centre) if conversion.share else fit
 

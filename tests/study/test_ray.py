@@ -30,7 +30,14 @@ from small_study import (
 from qklab.study import execute
 from qklab.study.execute import Study, StudyInterrupted
 from qklab.study.executors import Unit, WorkerSlots, ray
-from qklab.study.executors.ray import NodeOrder, RayExecutor, perform_on_node, prepare_node, refuse_unfit, share_nodes
+from qklab.study.executors.ray import (
+    NodeOrder,
+    RayExecutor,
+    perform_on_node,
+    prepare_node,
+    refuse_unfit_node,
+    share_nodes,
+)
 from qklab.study.plan import PlannedRun
 from qklab.study.records import StudyRecord, is_in_use, read_study_record
 from qklab.study.remote import RemoteStudy
@@ -185,21 +192,21 @@ def order(corpus: str, tmp_path: Path) -> NodeOrder:
 
 
 def test_a_node_that_would_make_another_run_is_refused(order: NodeOrder, tmp_path: Path) -> None:
-    refuse_unfit(order, "here")
+    refuse_unfit_node(order, "here")
     with pytest.raises(StudyError, match=r"the node there has qklab .*, but the study was started with 0\.0; install"):
-        refuse_unfit(replace(order, version="0.0"), "there")
+        refuse_unfit_node(replace(order, version="0.0"), "there")
     with pytest.raises(StudyError, match=r"does not see this study in .*nowhere; the study's folder must be on a file"):
-        refuse_unfit(replace(order, unit=replace(order.unit, study=tmp_path / "nowhere")), "there")
+        refuse_unfit_node(replace(order, unit=replace(order.unit, study=tmp_path / "nowhere")), "there")
     with pytest.raises(StudyError, match="does not see this study"):
-        refuse_unfit(replace(order, unit=replace(order.unit, fingerprint="another")), "there")
+        refuse_unfit_node(replace(order, unit=replace(order.unit, fingerprint="another")), "there")
     (task,) = order.unit.tasks
     other = replace(task, spec=task.spec | {"corpus": task.spec["corpus"] | {"source": str(tmp_path / "nothing")}})
     with pytest.raises(StudyError, match="the node there cannot prepare the corpus: "):
-        refuse_unfit(replace(order, unit=replace(order.unit, tasks=(other,))), "there")
+        refuse_unfit_node(replace(order, unit=replace(order.unit, tasks=(other,))), "there")
     record = read_study_record(order.unit.study)
     StudyRecord(record.spec, [entry | {"hash": "of another text"} for entry in record.data]).write(order.unit.study)
     with pytest.raises(StudyError, match="is another text on the node there than where the study was started"):
-        refuse_unfit(order, "there")
+        refuse_unfit_node(order, "there")
     assert not (tmp_path / "nowhere").exists()
 
 

@@ -16,7 +16,6 @@ import multiprocessing
 import os
 import statistics
 import sys
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from measure import RESULTS, copy_rate, keep, median_and_spread, provenance, seconds
+from measure import RESULTS, copy_rate, gpu_seconds, keep, median_and_spread, peak_bytes, provenance, seconds
 from qklab import CouplingSpec, Decoder, recipe, register
 from qklab.attention.couple import Coupling
 from qklab.attention.spec import AttentionSpec
@@ -96,29 +95,7 @@ class Op:
                 )
 
 
-def gpu_seconds(call: Callable[[], object], rounds: int = 9, calls: int = 10) -> float:
-    """Median time on the GPU of one call, replayed from a graph so that the host's share does not count."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        call()
-    times = []
-    for _ in range(rounds):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(calls):
-            graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) / 1e3 / calls)
-    return statistics.median(times)
-
-
-def timed(op: Op) -> tuple[float, float]:
+def time_op(op: Op) -> tuple[float, float]:
     """Seconds of the forward and of the backward alone."""
     with torch.no_grad():
         forward = gpu_seconds(op.forward)
@@ -126,7 +103,7 @@ def timed(op: Op) -> tuple[float, float]:
     return forward, both - forward
 
 
-def refused(head_width: int, choices: dict[str, Any]) -> str | None:
+def explain_refusal(head_width: int, choices: dict[str, Any]) -> str | None:
     """What the kernel says to this coupling, if it does not take it."""
     try:
         Op(head_width, head_width, 1, 1, choices).forward()
@@ -141,13 +118,13 @@ def measure_op(options: argparse.Namespace) -> None:
     print(f"copies run at {rate / 1e12:.2f} TB/s; q and k of {options.batch} × 1024 tokens × {options.width}")
     for head_width, name in itertools.product(options.head_widths, options.arms):
         label, choices = f"{name}, heads of {head_width}", COUPLED[name]
-        if refusal := refused(head_width, choices):
+        if refusal := explain_refusal(head_width, choices):
             print(f"  {label:<26} {refusal}")
             continue
         Op(options.width, head_width, 2, 100, choices).check(label)
         Op(options.width, head_width, 16, 1024, choices).check(label)  # several tiles a program
         op = Op(options.width, head_width, options.batch, 1024, choices)
-        forward, backward = timed(op)
+        forward, backward = time_op(op)
         floors = 4 * op.bytes / rate, 6 * op.bytes / rate
         print(
             f"  {label:<26} forward {1e6 * forward:7.1f} µs ({floors[0] / forward:4.0%} of copy bandwidth), "
@@ -181,18 +158,13 @@ class Step:
 
     def peak(self) -> int:
         """Bytes a step needs beyond what lies on the GPU before it."""
-        self()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        self()
-        return torch.cuda.max_memory_allocated() - before
+        return peak_bytes(self)
 
 
 STEPS_A_TURN = 5
 
 
-def prepared(
+def prepare_step(
     model_name: str,
     batch: int,
     shape: dict[str, Any],
@@ -213,7 +185,7 @@ def prepared(
 
 def serve(line: Connection, *arm: Any) -> None:
     """Prepare an arm, tell its first loss and peak, then answer every request with the seconds of a step."""
-    step = prepared(*arm)
+    step = prepare_step(*arm)
     first, peak = float(step.loss().detach()), step.peak()
     torch.cuda.empty_cache()
     line.send((first, peak))
@@ -265,7 +237,7 @@ def measure_step(options: argparse.Namespace) -> None:
         choices = COUPLED[name]
         if not options.fused_only:
             arms[f"{name}, reference"] = choices, "reference", "none"
-        if refusal := refused(spec.attention.head_width, choices):
+        if refusal := explain_refusal(spec.attention.head_width, choices):
             print(f"{name}: {refusal}")
         else:
             arms[f"{name}, fused"] = choices, "triton", "none"
@@ -346,7 +318,7 @@ def compare_training(options: argparse.Namespace) -> None:
         impls: tuple[Impl, ...] = ("reference", "triton")
         for impl in impls:
             torch._dynamo.reset()
-            step = prepared(options.model, batch, {"context": length}, COUPLED[name], impl)
+            step = prepare_step(options.model, batch, {"context": length}, COUPLED[name], impl)
             step.ids = text[0].clone()
             start = {key: value.clone() for key, value in step.model.state_dict().items()}
             found = []

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from decode import BACKENDS, timed
-from measure import RESULTS, keep, matrix_rate, provenance
+from measure import RESULTS, keep, matrix_rate, peak_bytes, provenance
 from qklab.ops.differential import differential, differential_v2, reference
 
 Way = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # q, k, v, weight → output
@@ -162,16 +162,6 @@ def checked(version: str, every: dict[str, Way], tokens: int, device: str, dtype
     return good
 
 
-def peak(call: Callable[[], object]) -> int:
-    """Bytes of one call beyond what was held before."""
-    call()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call()
-    return torch.cuda.max_memory_allocated() - before
-
-
 def products(version: str) -> tuple[int, int]:
     """Widths multiplied per pair of tokens and head, forward and backward, with heads of width 1 (README.md)."""
     return {"standard": (2, 5), "v1": (3, 7), "v2": (4, 10)}[version]
@@ -214,7 +204,7 @@ def main() -> None:
         print(f"\n{version}: floor {1e3 * floor:.3f} ms forward and backward")
         rows = {}
         for name, (middle, spread) in both.items():
-            memory = peak(calls[name]) if gpu else None
+            memory = peak_bytes(calls[name]) if gpu else None
             rows[name] = {
                 "ms": 1e3 * middle,
                 "spread": spread,

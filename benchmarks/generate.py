@@ -28,9 +28,9 @@ from transformers import Cache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from measure import RESULTS, copy_rate, keep, provenance, seconds
 from qklab import AttentionSpec, DecoderSpec
 from qklab.hf import QKLabConfig, QKLabForCausalLM
-from qklab.hf.cache import filled_bytes
-from qklab.hf.convert import cache_bytes as converted_bytes
+from qklab.hf.cache import count_filled_bytes
 from qklab.hf.convert import convert
+from qklab.hf.convert import count_converted_bytes as converted_bytes
 
 PLAIN, LLAMA = "(Q,K,V)", "Llama"
 CONVERTED = "Llama, share='k=v'"
@@ -136,7 +136,7 @@ def generated(model: Any, ids: Tensor, new: int, **options: Any) -> Any:
 
 def held_bytes(arm: str, cache: Cache) -> int:
     """Bytes of the keys and values in a cache: of tokens it holds, where it has room for more."""
-    return converted_bytes(cache)[0] if arm in (LLAMA, CONVERTED) else filled_bytes(cache)
+    return converted_bytes(cache)[0] if arm in (LLAMA, CONVERTED) else count_filled_bytes(cache)
 
 
 def promised_bytes(arm: str, model: Any, size: Size, tokens: int, batch: int, dtype: torch.dtype) -> int:

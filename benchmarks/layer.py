@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from measure import RESULTS, copy_rate, interleaved, keep, matrix_rate, median_and_spread, provenance
+from measure import RESULTS, copy_rate, interleaved, keep, matrix_rate, median_and_spread, peak_bytes, provenance
 from qklab import CouplingSpec, Decoder, DecoderSpec, LatentSpec, recipe
 from qklab.model import RECIPES
 
@@ -135,11 +135,7 @@ def measure_training(
         steps[arm].check()
         steps[arm]()
         if device == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            steps[arm]()
-            peaks[arm] = torch.cuda.max_memory_allocated() - before
+            peaks[arm] = peak_bytes(steps[arm])
     floors = {arm: 3 * batch * tokens * spec.flops_per_token(tokens) / rate for arm, spec in specs.items()}
     notes = {arm: f"{peak / 2**30:5.1f} GiB" for arm, peak in peaks.items()}
     title = f"training step, {batch} × {tokens} tokens, {'compiled' if compiled else 'eager'}"

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from measure import RESULTS, copy_rate, interleaved, keep, matrix_rate, median_and_spread, provenance
+from measure import RESULTS, copy_rate, interleaved, keep, matrix_rate, median_and_spread, peak_bytes, provenance
 from qklab.ops.dispatch import Impl
 from qklab.ops.loss import api, linear_cross_entropy
 
@@ -94,16 +94,6 @@ def check(losses: dict[str, Loss], x: Tensor, weight: Tensor, targets: Tensor) -
                 sys.exit(f"{name}: {what} errs by {error:.1e}, torch by {allowed:.1e}; nothing was measured.")
 
 
-def peak(arm: Arm) -> int:
-    """Bytes on top of inputs and results."""
-    arm()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    arm()
-    return torch.cuda.max_memory_allocated() - before
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
@@ -127,7 +117,7 @@ def main() -> None:
     losses = arms(device, options.chunks)
     check(losses, x[:1024], weight, targets[:1024])
     steps = {name: Arm(loss, x, weight, targets) for name, loss in losses.items()}
-    peaks = {name: peak(step) for name, step in steps.items()} if gpu else {}
+    peaks = {name: peak_bytes(step) for name, step in steps.items()} if gpu else {}
     rate, bandwidth = matrix_rate(device, dtype), copy_rate(device)
     floor = 6 * tokens * vocabulary * width / rate + 2 * tokens * vocabulary * dtype.itemsize / bandwidth
     print(f"{tokens} × {width} features over {vocabulary} entries, forward and backward; floor {1e3 * floor:.2f} ms")

@@ -28,6 +28,38 @@ def seconds(call: Callable[[], object], device: str) -> float:
     return time.perf_counter() - start
 
 
+def gpu_seconds(call: Callable[[], object], rounds: int = 9, calls: int = 10) -> float:
+    """Median time on the GPU of one call, replayed from a graph so that the host's share does not count."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        call()
+    times = []
+    for _ in range(rounds):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(calls):
+            graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) / 1e3 / calls)
+    return statistics.median(times)
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """Bytes on the GPU that a call, its second, needs beyond what lies there before it."""
+    call()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    return torch.cuda.max_memory_allocated() - before
+
+
 def interleaved(calls: Mapping[str, Callable[[], object]], rounds: int, device: str) -> dict[str, list[float]]:
     """Seconds of every call in every round, the calls taking turns so that drift of the machine hits all alike."""
     times: dict[str, list[float]] = {name: [] for name in calls}

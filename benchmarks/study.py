@@ -38,7 +38,7 @@ from qklab.study.plan import plan_tuning_runs
 from qklab.study.records import RunResult
 from qklab.study.spec import StudySpec
 from qklab.train.launch import train
-from qklab.train.progress import Silent, Terminal
+from qklab.train.progress import Display, Terminal
 from qklab.train.spec import ExecutionSpec
 
 LIMIT = 0.02  # of the seconds of training, for all that is beside it
@@ -94,7 +94,7 @@ def gate(options: argparse.Namespace, folder: Path) -> None:
     base = {"model": model, "attention": {"heads": 2}, "batch": {"sequences": 2}, "budget": few}
     tiny = study_of(options).replace(base=base | {"evaluation": evaluation}, seeds=1, match="tokens")
     with Study(tiny, folder / "study", data=options.data).open() as study:
-        study.carry_out(TimedExecutor(options.slots), Silent())
+        study.carry_out(TimedExecutor(options.slots), Display())
     one_thread = ExecutionSpec(device="cpu", threads=1)
     for run in plan_tuning_runs(tiny):
         train(run.resolve_spec(tiny), run.folder_in(folder / "alone"), one_thread, data=options.data)

@@ -30,6 +30,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]
+
+
 def __getattr__(name: str) -> Any:
     """What needs torch is imported when first asked for: `qklab --help` and reading a run do without it."""
     from importlib import import_module

@@ -1,11 +1,21 @@
 """Writing sources and reading corpora back, as tests of data need it."""
 
-from collections.abc import Iterable, Mapping
+import random
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from qklab.data import Corpus, DataSpec
+
+Build = Callable[..., Corpus]
+
+
+def make_documents(number: int, words: int = 40, seed: int = 0) -> list[str]:
+    """Different documents of words that repeat as words do."""
+    chance = random.Random(seed)
+    vocabulary = ["".join(chance.choices("abcdefghijklmnopqrstuvwxyzäé", k=chance.randint(2, 8))) for _ in range(300)]
+    return [f"{i}: " + " ".join(chance.choices(vocabulary, k=chance.randint(1, words))) for i in range(number)]
 
 
 def spec_of(source: Path, **settings: Any) -> DataSpec:

@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from corpora import join_documents, read_files, spec_of
+from corpora import Build, join_documents, make_documents, read_files, spec_of
 
 from qklab.data import Corpus, DataError, DataSpec, prepare_corpus, shards, workers
 from qklab.data import prepare as preparing
-
-Build = Callable[..., Corpus]
 
 
 class Killed(BaseException):
@@ -238,10 +236,10 @@ def list_processes(column: str) -> dict[int, str]:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_process_leaves_no_worker_and_is_continued(
-    tmp_path: Path, documents: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, how: signal.Signals
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
 ) -> None:
     source, out = tmp_path / "large.txt", tmp_path / "out"
-    source.write_text(join_documents(documents(2000, words=120)))
+    source.write_text(join_documents(make_documents(2000, words=120)))
     command = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(source), str(out)]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
@@ -285,8 +283,8 @@ MEASURE = """
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
-def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, documents: Callable[..., list[str]]) -> None:
-    path, block = tmp_path / "huge.txt", "\n".join(documents(1000, words=100))
+def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
+    path, block = tmp_path / "huge.txt", "\n".join(make_documents(1000, words=100))
     path.write_text(join_documents(f"{i} {block[i:]}" for i in range(200)))
     assert path.stat().st_size > 50e6
     command = [sys.executable, "-c", textwrap.dedent(MEASURE), str(path), str(tmp_path / "out")]

@@ -6,19 +6,17 @@ import pickle
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import join_documents, read_files, read_texts, spec_of, write_files
+from corpora import Build, join_documents, make_documents, read_files, read_texts, spec_of, write_files
 
 from qklab.data import Corpus, DataError, DataSpec, Split, prepare_corpus, shards
 from qklab.data import prepare as preparing
 from qklab.data.sources import find_source
 
 SHARED = os.environ.get("QKLAB_DATA")
-Build = Callable[..., Corpus]
 
 
 @pytest.fixture
@@ -59,11 +57,9 @@ def test_reading_crosses_shards(folder: Path, build: Build) -> None:
     assert copy.read(0, split.tokens).tolist() == stream.tolist()
 
 
-def test_splits_do_not_move_when_files_are_added(
-    folder: Path, build: Build, documents: Callable[..., list[str]]
-) -> None:
+def test_splits_do_not_move_when_files_are_added(folder: Path, build: Build) -> None:
     before = build(folder)
-    (folder / "0-first.txt").write_text(join_documents(documents(100, seed=9)))
+    (folder / "0-first.txt").write_text(join_documents(make_documents(100, seed=9)))
     after = build(folder)
     for split in ("train", "valid", "test"):
         assert set(read_texts(before, split)) <= set(read_texts(after, split))
@@ -85,10 +81,8 @@ def test_held_out_text_is_removed_from_training_and_repeats_are_counted(tmp_path
     assert corpus.manifest["source"]["empty_documents_skipped"] == 11
 
 
-def test_a_split_without_files_is_cut_off_training(
-    tmp_path: Path, build: Build, documents: Callable[..., list[str]]
-) -> None:
-    files = {"train.txt": join_documents(documents(200)), "valid.txt": "held out"}
+def test_a_split_without_files_is_cut_off_training(tmp_path: Path, build: Build) -> None:
+    files = {"train.txt": join_documents(make_documents(200)), "valid.txt": "held out"}
     source = write_files(tmp_path / "source", files)
     corpus = build(source)
     assert read_texts(corpus, "valid") == ["held out"]

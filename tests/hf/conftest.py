@@ -8,7 +8,7 @@ from small_models import END, Small, decoder
 from transformers.utils import logging
 
 from qklab.hf import QKLabForCausalLM
-from qklab.hf.export import from_decoder
+from qklab.hf.export import wrap_decoder
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def small() -> Small:
     """A small language model of some kind, e.g. small("MLA", tied=False)."""
 
     def build(kind: str = "(Q,K=V)", seed: int = 0, **changes: Any) -> QKLabForCausalLM:
-        return from_decoder(decoder(kind, seed, **changes), bos_token_id=END, eos_token_id=END, pad_token_id=END)
+        return wrap_decoder(decoder(kind, seed, **changes), bos_token_id=END, eos_token_id=END, pad_token_id=END)
 
     return build
 

@@ -5,15 +5,17 @@ from typing import Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from qklab import AttentionSpec, CouplingSpec, Decoder, DecoderSpec, LatentSpec
 
 END = 96  # end-of-text, and the padding
-KINDS: dict[str, dict[str, Any]] = {
+KINDS: dict[str, Any] = {
     "(Q,K,V)": {"kv_heads": 2},
     "(Q,K=V)": {"share": "k=v", "kv_heads": 2},
-    "on-read": {"share": "k=v", "kv_rotation": "on-read"},
+    "(Q,K,V) | on-read": [{"mix": "differential-v2"}, {"share": "k=v", "kv_rotation": "on-read"}],
     "MLA": {"latent": LatentSpec(query_rank=12, kv_rank=8, rope_width=4)},
     "differential": {"mix": "differential", "coupling": CouplingSpec(), "norm": "qk"},
     "learned": {"position": "learned", "bias": True, "share": "q=k=v"},
@@ -24,7 +26,8 @@ Small = Callable[..., Any]  # pyright finds no `generate` in a GenerationMixin
 
 def decoder(kind: str, seed: int = 0, **changes: Any) -> Decoder:
     """Two layers of width 32 with no weight at a special value such as 0 or 1."""
-    attention = AttentionSpec(width=32, heads=4, **KINDS[kind])
+    pattern = KINDS[kind] if isinstance(KINDS[kind], list) else [KINDS[kind]]
+    attention = tuple(AttentionSpec(width=32, heads=4, **choices) for choices in pattern)
     model = Decoder(DecoderSpec(vocab=97, width=32, layers=2, attention=attention, context=64, **changes), seed=seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -107,3 +110,20 @@ def tiny(family: str, **changes: Any) -> Any:
 
 def token_ids(rows: int = 2, tokens: int = TOKENS, seed: int = 1) -> Tensor:
     return torch.randint(3, VOCAB, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Every byte a token, and end-of-text as number 256."""
+    letters = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<|endoftext|>"]
+    plain = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    plain.decoder = decoders.ByteLevel()
+    end = "<|endoftext|>"
+    return PreTrainedTokenizerFast(tokenizer_object=plain, bos_token=end, eos_token=end, pad_token=end)
+
+
+def byte_llama(**choices: Any) -> Any:
+    """A tiny random Llama for that tokenizer."""
+    torch.manual_seed(0)
+    ends = {"bos_token_id": 256, "eos_token_id": 256, "pad_token_id": 256}
+    return LlamaForCausalLM(LlamaConfig(**(SHAPE | ends | {"vocab_size": 257} | choices)))

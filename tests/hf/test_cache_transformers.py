@@ -9,8 +9,8 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from qklab.attention.cache import StaticCache as PlainStatic
 from qklab.attention.cache import cache_class
-from qklab.hf import QKLabCache, cache_bytes
-from qklab.hf.cache import QKLabCacheLayer, filled_bytes
+from qklab.hf import QKLabCache, count_cache_bytes
+from qklab.hf.cache import QKLabCacheLayer, count_filled_bytes
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -53,13 +53,13 @@ def test_it_owns_what_the_spec_promises(kind: str, small: Small, ids: torch.Tens
     static, growing = QKLabCache(model.config, 20), QKLabCache(model.config)
     for cache in (static, growing):
         model(ids, past_key_values=cache)
-        assert filled_bytes(cache) == 3 * spec.cache_bytes(9, torch.float32)
+        assert count_filled_bytes(cache) == 3 * spec.cache_bytes(9, torch.float32)
         layers: Any = cache.layers
         tensors = [tensor for layer in layers for tensor in layer.cache.tensors]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-        assert sum(storages.values()) == cache_bytes(cache)
-        assert len(tensors) == 2 * len(cache_class(spec.attention).widths(spec.attention))
-    assert cache_bytes(static) == 3 * spec.cache_bytes(20, torch.float32)
+        assert sum(storages.values()) == count_cache_bytes(cache)
+        assert len(tensors) == sum(len(cache_class(one).widths(one)) for one in spec.attentions)
+    assert count_cache_bytes(static) == 3 * spec.cache_bytes(20, torch.float32)
     assert static.get_max_length() == 20
     assert growing.get_max_length() == -1
     assert (static.is_compileable, growing.is_compileable) == (True, False)
@@ -70,7 +70,7 @@ def test_a_shared_tensor_halves_the_bytes(small: Small, ids: torch.Tensor) -> No
     owned = []
     for kind in ("(Q,K,V)", "(Q,K=V)"):
         out = small(kind).generate(ids, max_new_tokens=6, return_dict_in_generate=True, cache_implementation="static")
-        owned.append(cache_bytes(out.past_key_values))
+        owned.append(count_cache_bytes(out.past_key_values))
     assert owned[0] == 2 * owned[1] > 0
 
 

@@ -4,8 +4,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from qklab.hf.convert.solve import NOISE, Fit, Moments, distance, merge, share, shared_maps, unmerged
+from qklab.hf.convert.solve import (
+    NOISE,
+    Fit,
+    Moments,
+    average_heads,
+    fit_shared_maps,
+    measure_error,
+    merge_heads,
+    share_key_value,
+)
 
+pytestmark = pytest.mark.newest
 D = 8
 
 
@@ -41,9 +51,9 @@ def relative(got: Tensor, wanted: Tensor) -> float:
 def test_errors_are_those_of_the_data(bias: bool, members: int, shared: bool) -> None:
     y = data(members=members, bias=bias)
     moments = moments_of(y)
-    fit = merge(moments, members, least_squares=True, turn_keys=True)
+    fit = merge_heads(moments, members, least_squares=True, rotated_keys=True)
     if shared:
-        fit = share(fit, moments, weight=0.5, centre=bias)
+        fit = share_key_value(fit, moments, weight=0.5, centre=bias)
     keys, values = read(fit, y)
     half = members * D
     wanted = relative(keys, y[..., :half]), relative(values, y[..., half:])
@@ -67,7 +77,7 @@ def cost(fit: Fit, moments: Moments, weight: float = 0.5) -> float:
 
 def projected(moments: Moments, encode: Tensor) -> Fit:
     """s = encode (key, value), with the best M for it."""
-    fit = unmerged(len(moments.mean), 1, D, moments.second)
+    fit = average_heads(len(moments.mean), 1, D, moments.second)
     shared = encode @ moments.second @ encode.mT
     decode = torch.linalg.solve(shared, (moments.second[:, D:] @ encode.mT).mT).mT
     return Fit(encode, fit.key_offset, None, fit.queries, decode[:, None], fit.offsets)
@@ -75,8 +85,8 @@ def projected(moments: Moments, encode: Tensor) -> Fit:
 
 def test_sharing_beats_the_mean_the_key_and_chance() -> None:
     moments = moments_of(data())
-    plain = unmerged(3, 1, D, moments.second)
-    best = cost(share(plain, moments, weight=0.5, centre=False), moments)
+    plain = average_heads(3, 1, D, moments.second)
+    best = cost(share_key_value(plain, moments, weight=0.5, centre=False), moments)
     unit = torch.eye(D, dtype=torch.float64).expand(3, D, D)
     torch.manual_seed(1)
     others = {
@@ -95,13 +105,16 @@ def test_sharing_is_close_to_the_principal_components() -> None:
     key, value = moments.second[0, :D, :D].trace(), moments.second[0, D:, D:].trace()
     scale = torch.cat([(0.5 / key).sqrt().expand(D), (0.5 / value).sqrt().expand(D)])
     bound = float(torch.linalg.eigvalsh(scale[:, None] * moments.second[0] * scale)[:-D].sum())
-    found = cost(share(unmerged(1, 1, D, moments.second), moments, weight=0.5, centre=False), moments)
+    found = cost(share_key_value(average_heads(1, 1, D, moments.second), moments, weight=0.5, centre=False), moments)
     assert bound <= found < 1.15 * bound
 
 
 def test_weight_trades_keys_for_values() -> None:
     moments = moments_of(data())
-    fits = [share(unmerged(3, 1, D, moments.second), moments, weight=w, centre=False) for w in (0.1, 0.5, 0.9)]
+    fits = [
+        share_key_value(average_heads(3, 1, D, moments.second), moments, weight=w, centre=False)
+        for w in (0.1, 0.5, 0.9)
+    ]
     keys, values = zip(*(fit.errors(moments) for fit in fits), strict=True)
     assert keys[0] > keys[1] > keys[2]
     assert values[0] < values[1] < values[2]
@@ -115,7 +128,7 @@ def test_a_fit_survives_a_rounded_cache() -> None:
     maps = torch.randn(5, D, dtype=torch.float64)
     y = torch.cat([x[:, :2] @ maps[:2], x[:, 2:] @ maps[2:]], 1)[:, None]
     moments = moments_of(y)
-    fit = share(unmerged(1, 1, D, moments.second), moments, weight=0.5, centre=False)
+    fit = share_key_value(average_heads(1, 1, D, moments.second), moments, weight=0.5, centre=False)
     s = torch.einsum("nij,tnj->tni", fit.key, y)
     exact = torch.einsum("nij,tnj->tni", fit.values[:, 0], s)
     rounded = torch.einsum("nij,tnj->tni", fit.values[:, 0], s.bfloat16().double())
@@ -127,8 +140,8 @@ def test_a_fit_survives_a_rounded_cache() -> None:
 def test_constants_cost_nothing_where_there_are_biases() -> None:
     y = data(bias=False)
     far = y + 50 * torch.randn(3, 2 * D, dtype=torch.float64)
-    plain = share(unmerged(3, 1, D, y), moments_of(y - y.mean(0)), weight=0.5, centre=True)
-    moved = share(unmerged(3, 1, D, y), moments_of(far), weight=0.5, centre=True)
+    plain = share_key_value(average_heads(3, 1, D, y), moments_of(y - y.mean(0)), weight=0.5, centre=True)
+    moved = share_key_value(average_heads(3, 1, D, y), moments_of(far), weight=0.5, centre=True)
     for ours, theirs, source in zip(read(moved, far), read(plain, y - y.mean(0)), (far, y), strict=True):
         part = slice(None, D) if source is far else slice(D, None)
         error = (ours - far[..., part]).norm()
@@ -138,7 +151,7 @@ def test_constants_cost_nothing_where_there_are_biases() -> None:
 def test_both_maps_are_stationary() -> None:
     """Neither another s nor another M alone does better."""
     spread = moments_of(data(groups=1)).second
-    encode, decode = shared_maps(spread, 0.5)
+    encode, decode = fit_shared_maps(spread, 0.5)
     key, value = spread[0, :D, :D].trace(), spread[0, D:, D:].trace()
     ridge = NOISE**2 * key / D
 
@@ -164,7 +177,7 @@ def turn(u: Tensor, angle: Tensor) -> Tensor:
 
 def test_merged_keys_commute_with_the_rotation() -> None:
     y = data(members=2)
-    fit = merge(moments_of(y), 2, least_squares=True, turn_keys=True)
+    fit = merge_heads(moments_of(y), 2, least_squares=True, rotated_keys=True)
     torch.manual_seed(0)
     angle = torch.randn(D // 2, dtype=torch.float64)
     k = torch.randn(5, D, dtype=torch.float64)
@@ -180,14 +193,14 @@ def test_heads_that_are_turned_copies_merge_without_loss() -> None:
     keys = [size[j] * turn(k, torch.randn(D // 2, dtype=torch.float64)) for j in range(3)]
     values = [v @ torch.randn(D, D, dtype=torch.float64) for _ in range(3)]
     moments = moments_of(torch.cat([*keys, *values], -1))
-    assert max(merge(moments, 3, least_squares=True, turn_keys=True).errors(moments)) < 1e-6
-    assert min(merge(moments, 3, least_squares=False, turn_keys=True).errors(moments)) > 0.2
-    kept = merge(moments, 3, least_squares=True, turn_keys=False).errors(moments)
-    assert kept[0] == pytest.approx(merge(moments, 3, least_squares=False, turn_keys=False).errors(moments)[0])
+    assert max(merge_heads(moments, 3, least_squares=True, rotated_keys=True).errors(moments)) < 1e-6
+    assert min(merge_heads(moments, 3, least_squares=False, rotated_keys=True).errors(moments)) > 0.2
+    kept = merge_heads(moments, 3, least_squares=True, rotated_keys=False).errors(moments)
+    assert kept[0] == pytest.approx(merge_heads(moments, 3, least_squares=False, rotated_keys=False).errors(moments)[0])
 
 
 def test_distance_of_nothing_is_nothing() -> None:
     moments = moments_of(data(groups=1))
     unit = torch.eye(2 * D, dtype=torch.float64)[:D]
-    assert distance(moments, 0 * unit[None], torch.zeros(1, D, dtype=torch.float64), unit) == 0.0
-    assert distance(moments, unit[None], torch.zeros(1, D, dtype=torch.float64), unit) == pytest.approx(1.0)
+    assert measure_error(moments, 0 * unit[None], torch.zeros(1, D, dtype=torch.float64), unit) == 0.0
+    assert measure_error(moments, unit[None], torch.zeros(1, D, dtype=torch.float64), unit) == pytest.approx(1.0)

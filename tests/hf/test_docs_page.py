@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from small_models import byte_llama, byte_tokenizer
 
 from qklab.cli import main
-from qklab.hf.families import FAMILIES
+from qklab.hf.families import convertible_families
 from qklab.hf.local_tasks import TASKS
 
 pytestmark = pytest.mark.newest
@@ -24,26 +23,8 @@ COUPLED, SHARED, EXPORTED = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTIL
 
 def save_llama(folder: Path, text: str) -> None:
     """A tiny Llama that has learned a little of the text, and a tokenizer of bytes."""
-    letters = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<|endoftext|>"]
-    plain = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
-    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    plain.decoder = decoders.ByteLevel()
-    end = "<|endoftext|>"
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, bos_token=end, eos_token=end, pad_token=end)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=257,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-        bos_token_id=256,
-        eos_token_id=256,
-        pad_token_id=256,
-    )
-    model = LlamaForCausalLM(config)
+    tokenizer = byte_tokenizer()
+    model = byte_llama(max_position_embeddings=4096, initializer_range=0.02)
     ids = torch.tensor(tokenizer(text)["input_ids"])
     rows = ids[: len(ids) // 64 * 64].view(-1, 64)[:-16]
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -117,8 +98,8 @@ def test_our_models_are_trained_exported_and_loaded(place: Path, capsys: pytest.
 
 def test_the_tables_say_what_the_code_does():
     table = dict(re.findall(r"^\| ([^|`]+) \|((?: (?:yes|refused[^|]*) \|){4})$", PAGE, re.MULTILINE))
-    assert table.keys() == {family.title for family in FAMILIES.values()}
-    for family in FAMILIES.values():
+    assert table.keys() == {family.title for family in convertible_families().values()}
+    for family in convertible_families().values():
         coupling, share, kv_heads, norm = (cell.strip() for cell in table[family.title].strip(" |").split("|"))
         assert (coupling, share) == ("yes", "yes")
         assert (kv_heads == "yes") == family.grouped

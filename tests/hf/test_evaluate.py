@@ -13,14 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from small_models import byte_llama, byte_tokenizer
+from tokenizers import pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from qklab import Decoder, LatentSpec, recipe
 from qklab.cli import main
 from qklab.data.tokenizer import byte_of_character
-from qklab.hf.evaluate import evaluate, evaluate_folder, own_tasks, quiet, scorer, weights_hash
-from qklab.hf.export import export, from_decoder
+from qklab.hf.evaluate import evaluate, evaluate_folder, hash_weights, load_harness_tasks, make_scorer, silence_harness
+from qklab.hf.export import export_run, wrap_decoder
 from qklab.hf.local_tasks import TASKS
 from qklab.train import load_model, resolve_run, train
 
@@ -92,31 +93,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    letters = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<|endoftext|>"]
-    bytes_of = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
-    bytes_of.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    bytes_of.decoder = decoders.ByteLevel()
-    end = "<|endoftext|>"
-    return PreTrainedTokenizerFast(tokenizer_object=bytes_of, bos_token=end, eos_token=end, pad_token=end)
+    return byte_tokenizer()
 
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=257,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=160,
-        initializer_range=0.1,
-        bos_token_id=256,
-        eos_token_id=256,
-        pad_token_id=256,
-    )
-    return LlamaForCausalLM(config).eval()
+    return byte_llama(max_position_embeddings=160, initializer_range=0.1).eval()
 
 
 @pytest.fixture
@@ -271,7 +253,7 @@ def test_the_command_prints_a_table_and_keeps_where_it_comes_from(
     other = copy.deepcopy(model)
     with torch.no_grad():
         other.lm_head.weight[0, 0] += 1
-    assert kept["model"]["weights"] == weights_hash(model) != weights_hash(other)
+    assert kept["model"]["weights"] == hash_weights(model) != hash_weights(other)
     files = kept["tasks"]["local-piqa"]["sha256"]
     assert list(files) == ["piqa.jsonl"]
 
@@ -291,7 +273,7 @@ def test_a_run_is_scored_as_it_was_trained_and_as_its_export_is(data: Path, tmp_
     }
     spec, execution = resolve_run(settings)
     train(spec, tmp_path / "run", execution)
-    export(tmp_path / "run", tmp_path / "exported")
+    export_run(tmp_path / "run", tmp_path / "exported")
     options: dict[str, Any] = {"data": data, "device": "cpu", "batch_size": 3}
     scores, exported = (evaluate_folder(tmp_path / name, ["local-lambada"], **options) for name in ("run", "exported"))
     assert scores["rows"] == exported["rows"]
@@ -379,11 +361,11 @@ def test_texts_as_a_whole_and_generated_answers_are_scored_too(tokenizer: PreTra
         ConfigurableTask(config={"task": "written", **common, **written, "generation_kwargs": until}),
     ]
     spec = recipe("nano", vocab=257, layers=1, latent=LatentSpec(query_rank=12, kv_rank=8, rope_width=4))
-    model: Any = from_decoder(Decoder(spec, seed=0), bos_token_id=256, eos_token_id=256, pad_token_id=256)
+    model: Any = wrap_decoder(Decoder(spec, seed=0), bos_token_id=256, eos_token_id=256, pad_token_id=256)
     harness: Any = lm_eval.simple_evaluate
-    with quiet():
+    with silence_harness():
         manager = TaskManager(include_defaults=False)
-        results = harness(model=scorer(model, tokenizer, 2), tasks=tasks, task_manager=manager, bootstrap_iters=0)
+        results = harness(model=make_scorer(model, tokenizer, 2), tasks=tasks, task_manager=manager, bootstrap_iters=0)
     total, count = 0.0, 0
     for line in texts:
         ids = torch.tensor([[256, *tokenizer.encode(line["text"])]])
@@ -419,9 +401,9 @@ def test_a_task_that_cannot_be_downloaded_is_one_sentence(tmp_path: Path, monkey
     (tmp_path / "piqa.yaml").write_text("".join(f"{key}: {value}\n" for key, value in lines.items()))
     manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
     with pytest.raises(ValueError, match=r"the data of piqa could not be downloaded: .*; local-piqa reads local files"):
-        own_tasks(manager, "piqa")
+        load_harness_tasks(manager, "piqa")
     with pytest.raises(ValueError, match=r"there is no task 'pica' \(did you mean 'piqa'\?\)"):
-        own_tasks(manager, "pica")
+        load_harness_tasks(manager, "pica")
 
 
 def test_a_missing_harness_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):

@@ -18,7 +18,7 @@ from qklab.cli import main
 from qklab.data import DataSpec, Tokenizer, prepare_corpus
 from qklab.data.tokenizer import train_bpe
 from qklab.hf import QKLabForCausalLM, to_transformers
-from qklab.hf.export import export, fast_tokenizer
+from qklab.hf.export import export_run, make_fast_tokenizer
 from qklab.runs import RunDirectory
 from qklab.train.launch import train
 from qklab.train.load import load_model
@@ -66,7 +66,7 @@ def test_every_golden_model_is_in_its_export_bit_for_bit(corpus: Path, tmp_path:
     ids = torch.randint(0, 257, (2, 40), generator=torch.Generator().manual_seed(0))
     for arm, attention in ARMS.items():
         run = trained(corpus, tmp_path / arm, attention={"heads": 2} | attention)
-        model: Any = AutoModelForCausalLM.from_pretrained(export(run, tmp_path / f"{arm}-out"))
+        model: Any = AutoModelForCausalLM.from_pretrained(export_run(run, tmp_path / f"{arm}-out"))
         plain, _ = load_model(run)
         with torch.no_grad():
             assert torch.equal(model(ids).logits, plain(ids)), arm
@@ -117,17 +117,17 @@ print(ids.input_ids.tolist(), model(**ids).logits.double().sum().item(), model.g
     assert memory(torch.tensor([ids])).logits.double().sum().item() == total
     for folder, sentence in ((out, "is not empty; choose a new folder"), (out / "README.md", "is a file")):
         with pytest.raises(ValueError, match=sentence):
-            export(run, folder)
+            export_run(run, folder)
     assert (out / "README.md").read_text(encoding="utf-8") == card
     with pytest.raises(ValueError, match="is not a run directory"):
-        export(tmp_path, tmp_path / "other")
+        export_run(tmp_path, tmp_path / "other")
     with monkeypatch.context() as broken:
         broken.setattr(QKLabForCausalLM, "save_pretrained", no_space)
         with pytest.raises(ValueError, match="could not be written: no space left on device"):
-            export(run, tmp_path / "other")
+            export_run(run, tmp_path / "other")
     which: Any = "last"
     with pytest.raises(ValueError, match="'newest' or 'best', but 'last' came"):
-        export(run, tmp_path / "other", which)
+        export_run(run, tmp_path / "other", which)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["deep", "run"]
 
 
@@ -155,7 +155,7 @@ def definitions() -> dict[str, Tokenizer]:
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
 def test_the_tokenizer_gives_the_runs_numbers(kind: str, tmp_path: Path) -> None:
     own = definitions()[kind]
-    fast_tokenizer(own, 48).save_pretrained(tmp_path)
+    make_fast_tokenizer(own, 48).save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     for text, ids in zip(TEXTS, own.encode(TEXTS), strict=True):
         assert tokenizer(text).input_ids == [own.eot, *ids.tolist()]

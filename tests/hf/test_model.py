@@ -20,7 +20,7 @@ from transformers import (
 
 from qklab import AttentionSpec, Decoder, DecoderSpec, SpecError
 from qklab.hf import QKLabConfig, QKLabForCausalLM, QKLabForSequenceClassification, QKLabModel
-from qklab.hf.export import from_decoder
+from qklab.hf.export import wrap_decoder
 from qklab.testing import contracts_of, grid
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -30,7 +30,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_logits_are_the_decoders_bit_for_bit(kind: str, ids: Tensor) -> None:
     plain = decoder(kind, tied=False).eval()
-    model: Any = from_decoder(plain)
+    model: Any = wrap_decoder(plain)
     expected = plain(ids)
     for way in ({}, {"use_cache": False}, {"use_cache": True}, {"attention_mask": torch.ones_like(ids)}):
         assert torch.equal(model(ids, **way).logits, expected), way
@@ -326,7 +326,7 @@ def test_every_causal_mechanism_comes_back_from_transformers(part: int, tmp_path
     for number, attention in enumerate(specs[part::4]):
         spec = DecoderSpec(vocab=20, width=8, layers=1, attention=attention, mlp_ratio=1.0, context=16)
         plain = Decoder(spec, seed=1).eval()
-        from_decoder(plain).save_pretrained(tmp_path)
+        wrap_decoder(plain).save_pretrained(tmp_path)
         model: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
         assert model.config.decoder_spec == spec
         assert torch.equal(model(ids).logits, plain(ids)), attention.name

@@ -107,7 +107,7 @@ def test_a_mask_that_only_goes_on_is_not_examined_again(
 ) -> None:
     examined: list[int] = []
     for module in (model_of_transformers, padding):
-        monkeypatch.setattr(module, "check_pieces", lambda mask: examined.append(mask.shape[1]))
+        monkeypatch.setattr(module, "check_one_piece", lambda mask: examined.append(mask.shape[1]))
     small().generate(ids, attention_mask=left, disable_compile=True, **GREEDY, **way)
     assert examined == lengths
 

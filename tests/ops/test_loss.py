@@ -1,4 +1,4 @@
-"""The vocabulary loss against torch's own: values, gradients, error budgets, compilation, memory, refusals."""
+"""The vocabulary loss, reference and kernel, against torch's own: values, gradients, errors, memory, refusals."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,39 +6,42 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from kernels import DEVICE, RUNS, on_gpu, on_kernel
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qklab.ops.loss import IGNORED, api, linear_cross_entropy, reference, token_losses
-from qklab.testing.numerics import close, poison_memory, within_budget
+from qklab.testing.numerics import check_all_is_written, close, within_budget
 
-SHAPES = [(1, 4, 7), (5, 3, 11), (130, 16, 257), (300, 8, 64)]  # tokens, width, vocabulary
+every_impl = pytest.mark.parametrize("impl", ["reference", pytest.param("triton", marks=on_kernel)])
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several chunks, the last one shorter, already at these sizes."""
+    """Several chunks, the last one shorter, and several blocks a row, already at these sizes."""
     monkeypatch.setattr(api, "CHUNK_STEP", 4)
     monkeypatch.setattr(api, "CHUNK_BYTES", {"cpu": 2**13, "cuda": 2**13})
+    if RUNS:
+        from qklab.ops.loss import triton
 
-
-@pytest.fixture
-def plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Low-precision products on the CPU by torch's own loops: oneDNN's need instructions not every machine grants."""
+        monkeypatch.setattr(triton, "BLOCK", 64)
+    # oneDNN's low-precision products need instructions not every machine grants
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
 
 
-def example(tokens: int, width: int, vocabulary: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+def example(
+    tokens: int, width: int, vocabulary: int, dtype: torch.dtype = torch.float64, impl: str = "reference"
+) -> tuple[Tensor, ...]:
     """x, weight and targets, every third of which is ignored from the second on."""
-    source = torch.Generator().manual_seed(7)
+    source, device = torch.Generator().manual_seed(7), DEVICE if impl == "triton" else "cpu"
     x = torch.randn(tokens, width, generator=source, dtype=torch.float64)
     weight = torch.randn(vocabulary, width, generator=source, dtype=torch.float64)
     targets = torch.randint(vocabulary, (tokens,), generator=source)
     targets[1::3] = IGNORED
-    return x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
+    return x.to(device, dtype).requires_grad_(), weight.to(device, dtype).requires_grad_(), targets.to(device)
 
 
-def torch_loss(x: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
+def torch_loss(x: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 0.1) -> Tensor:
     """The definition, written with all logits at once."""
     z = F.linear(x, weight).flatten(0, -2)
     z = z if z.dtype == torch.float64 else z.float()
@@ -46,28 +49,30 @@ def torch_loss(x: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 0.0) 
     return F.cross_entropy(z, targets.flatten()) + z_loss * torch.logsumexp(z, 1)[counted].square().mean()
 
 
-def ours(x: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
-    return linear_cross_entropy(x, weight, targets, z_loss=z_loss)[0]
+def ours(x: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 0.1, impl: Any = "auto") -> Tensor:
+    return linear_cross_entropy(x, weight, targets, z_loss=z_loss, impl=impl)[0]
 
 
-def with_gradients(loss: Callable[..., Tensor], x: Tensor, weight: Tensor, *rest: Any) -> list[Tensor]:
-    value = loss(x, weight, *rest)
+def with_gradients(loss: Callable[..., Tensor], x: Tensor, weight: Tensor, *rest: Any, **options: Any) -> list[Tensor]:
+    value = loss(x, weight, *rest, **options)
     return [value.detach(), *torch.autograd.grad(value, (x, weight))]
 
 
+@every_impl
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_loss_and_gradients_are_torchs(shape: tuple[int, int, int], z_loss: float) -> None:
-    x, weight, targets = example(*shape)
-    for actual, expected in zip(
-        with_gradients(ours, x, weight, targets, z_loss),
-        with_gradients(torch_loss, x, weight, targets, z_loss),
-        strict=True,
-    ):
-        close(actual, expected)
-    _, nll = linear_cross_entropy(x, weight, targets, z_loss=z_loss)
-    close(nll, torch_loss(x, weight, targets).detach())
+@pytest.mark.parametrize("shape", [(1, 4, 7), (130, 16, 257)])  # tokens, width, vocabulary
+def test_loss_and_gradients_are_torchs(impl: Any, shape: tuple[int, int, int], z_loss: float) -> None:
+    x, weight, targets = example(*shape, impl=impl)
+    actual = with_gradients(ours, x, weight, targets, z_loss, impl=impl)
+    for mine, expected in zip(actual, with_gradients(torch_loss, x, weight, targets, z_loss), strict=True):
+        close(mine, expected)
+    _, nll = linear_cross_entropy(x, weight, targets, z_loss=z_loss, impl=impl)
+    close(nll, torch_loss(x, weight, targets, 0.0).detach())
     assert not nll.requires_grad
+    losses = token_losses(x, weight, targets, impl)
+    close(losses, F.cross_entropy(F.linear(x, weight), targets, reduction="none").detach())
+    assert not losses.requires_grad
+    assert not losses[targets == IGNORED].any()
 
 
 def test_gradcheck() -> None:
@@ -75,30 +80,24 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(lambda x, weight: 3 * ours(x, weight, targets, 0.2), (x, weight))
 
 
-def test_large_logits_do_not_overflow() -> None:
-    x, weight, targets = example(6, 4, 9)
-    x = (1e4 * x).detach().requires_grad_()
-    for actual, expected in zip(
-        with_gradients(ours, x, weight, targets), with_gradients(torch_loss, x, weight, targets), strict=True
-    ):
-        close(actual, expected)
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.usefixtures("plain_products")
-def test_errors_stay_within_the_budget(dtype: torch.dtype, autocast: bool) -> None:
-    x, weight, targets = example(200, 32, 301, dtype)
-    exact = with_gradients(torch_loss, x.double(), weight.double(), targets, 1e-2)
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        low = with_gradients(torch_loss, x, weight, targets, 1e-2)
-        actual = with_gradients(ours, x, weight, targets, 1e-2)
+@every_impl
+@pytest.mark.parametrize("scale", [1.0, 1e4])  # large logits do not overflow
+@pytest.mark.parametrize(
+    ("dtype", "autocast"),
+    [(torch.float32, False), (torch.bfloat16, False), (torch.float16, False), (torch.float32, True)],
+)
+def test_errors_stay_within_the_budget(impl: Any, dtype: torch.dtype, autocast: bool, scale: float) -> None:
+    x, weight, targets = example(33, 32, 257, dtype, impl)
+    x = (scale * x).clamp(-6e4, 6e4).detach().requires_grad_() if dtype != torch.float16 else x
+    exact = with_gradients(torch_loss, x.double(), weight.double(), targets)
+    with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=autocast):
+        low = with_gradients(torch_loss, x, weight, targets)
+        actual = with_gradients(ours, x, weight, targets, impl=impl)
     for mine, other, true in zip(actual, low, exact, strict=True):
         assert mine.dtype == other.dtype
         within_budget(mine, other, true)
 
 
-@pytest.mark.usefixtures("plain_products")
 def test_under_autocast_the_matrix_gradient_is_not_rounded() -> None:
     """dW goes back to the float32 matrix as it was summed; torch's own is rounded to bf16 on the way."""
     x, weight, targets = example(40, 8, 21, torch.float32)
@@ -128,13 +127,13 @@ def test_gradients_are_found_only_where_wanted(monkeypatch: pytest.MonkeyPatch) 
     assert asked == [(True, True), (True, False), (False, True), (False, False), (False, False), (False, False)]
 
 
-def test_no_counted_target_gives_zero() -> None:
-    x, weight, targets = example(12, 4, 9)
-    for tokens in (12, 0):
-        some = x[:tokens].detach().requires_grad_()
-        nothing = with_gradients(ours, some, weight, torch.full_like(targets[:tokens], IGNORED), 0.1)
-        assert all(torch.equal(tensor, torch.zeros_like(tensor)) for tensor in nothing)
-        assert nothing[1].shape == some.shape
+@every_impl
+@pytest.mark.parametrize("tokens", [12, 0])
+def test_no_counted_target_gives_zero(impl: Any, tokens: int) -> None:
+    x, weight, targets = example(tokens, 4, 9, impl=impl)
+    nothing = with_gradients(ours, x, weight, torch.full_like(targets, IGNORED), impl=impl)
+    assert all(torch.equal(tensor, torch.zeros_like(tensor)) for tensor in nothing)
+    assert nothing[1].shape == x.shape
 
 
 def test_ignored_tokens_leave_no_trace() -> None:
@@ -149,43 +148,65 @@ def test_ignored_tokens_leave_no_trace() -> None:
 def test_leading_shapes_are_free() -> None:
     x, weight, targets = example(24, 4, 9)
     flat = with_gradients(ours, x, weight, targets)
-    shaped = x.detach().unflatten(0, (2, 3, 4)).requires_grad_()
-    loss, dx, dweight = with_gradients(ours, shaped, weight, targets.unflatten(0, (2, 3, 4)))
+    shaped, named = x.detach().unflatten(0, (2, 3, 4)).requires_grad_(), targets.unflatten(0, (2, 3, 4))
+    loss, dx, dweight = with_gradients(ours, shaped, weight, named)
     for actual, expected in zip((loss, dx.flatten(0, 2), dweight), flat, strict=True):
         close(actual, expected)
     close(ours(x[0], weight, targets[0]), torch_loss(x[:1], weight, targets[:1]))
+    close(token_losses(shaped, weight, named), token_losses(x, weight, targets))
 
 
-def test_any_strides_are_welcome() -> None:
-    x, weight, targets = example(24, 4, 9)
+@every_impl
+def test_any_strides_are_welcome(impl: Any) -> None:
+    x, weight, targets = example(24, 4, 65, impl=impl)
     spread = (x.detach().mT.contiguous().mT, weight.detach().repeat(1, 2)[:, 4:], targets.repeat_interleave(2)[::2])
     assert not any(tensor.is_contiguous() for tensor in spread)
-    strided = with_gradients(ours, spread[0].requires_grad_(), spread[1].requires_grad_(), spread[2])
-    for actual, expected in zip(strided, with_gradients(ours, x, weight, targets), strict=True):
+    strided = with_gradients(ours, spread[0].requires_grad_(), spread[1].requires_grad_(), spread[2], impl=impl)
+    for actual, expected in zip(strided, with_gradients(ours, x, weight, targets, impl=impl), strict=True):
         close(actual, expected)
 
 
-def test_token_losses_are_torchs() -> None:
-    x, weight, targets = example(50, 4, 9)
-    losses = token_losses(x.unflatten(0, (5, 10)), weight, targets.unflatten(0, (5, 10)))
-    close(losses, F.cross_entropy(F.linear(x, weight), targets, reduction="none").detach())
-    assert not losses.requires_grad
-    assert not losses[targets == IGNORED].any()
+@every_impl
+def test_every_output_is_written_and_repeats_are_bit_equal(impl: Any) -> None:
+    x, weight, targets = example(33, 16, 257, torch.float32, impl)
+    check_all_is_written(lambda: with_gradients(ours, x, weight, targets, impl=impl))
 
 
-def test_repeats_are_bit_equal() -> None:
-    x, weight, targets = example(130, 16, 257, torch.float32)
-    first, second = (with_gradients(ours, x, weight, targets, 0.1) for _ in range(2))
-    assert all(map(torch.equal, first, second))
+@on_kernel
+def test_triton_pads_rows_but_never_reads_beyond_the_vocabulary() -> None:
+    from qklab.ops.loss.triton import losses_and_gradients
+
+    x, weight, targets = (tensor.detach() for tensor in example(12, 8, 65, torch.float32, "triton"))
+    extended = torch.cat([weight, weight.new_full((63, 8), torch.nan)])[:65]
+    for actual, expected in zip(
+        losses_and_gradients(x, extended, targets, IGNORED, 0.1, 4, True, True),
+        losses_and_gradients(x, weight, targets, IGNORED, 0.1, 12, True, True),
+        strict=True,
+    ):
+        assert actual is not None
+        assert expected is not None
+        torch.testing.assert_close(actual, expected)
 
 
-def test_every_output_is_written() -> None:
-    """With all fresh memory full of NaN nothing changes."""
-    x, weight, targets = example(130, 16, 257)
-    before = with_gradients(ours, x, weight, targets)
-    with poison_memory():
-        after = with_gradients(ours, x, weight, targets)
-    assert all(map(torch.equal, before, after))
+@on_gpu  # on the CPU such a target raises
+def test_triton_gives_nan_for_a_target_outside_the_vocabulary() -> None:
+    x, weight, targets = example(9, 16, 100, torch.float32, "triton")
+    targets[4] = 100
+    assert ours(x, weight, targets, impl="triton").isnan()
+
+
+@on_gpu
+def test_triton_takes_no_more_memory_than_chunks_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    x, weight, targets = example(4096, 64, 50_304, torch.bfloat16, "triton")
+    monkeypatch.setitem(api.CHUNK_BYTES, "cuda", 2**26)
+    ours(x, weight, targets, impl="triton").backward()
+    x.grad = weight.grad = None
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    ours(x, weight, targets, impl="triton").backward()
+    gradients = x.numel() * (2 + 4) + weight.numel() * (4 + 4 + 2)
+    assert torch.cuda.max_memory_allocated() - before < 1.05 * (2**26 + gradients)
 
 
 class Largest(TorchDispatchMode):
@@ -238,7 +259,6 @@ def tied(weight: Tensor, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
-@pytest.mark.usefixtures("plain_products")
 def test_compiles_as_one_graph(backend: str) -> None:
     _, weight, targets = example(60, 8, 33, torch.float32)
     ids, targets = torch.arange(60).remainder(33).view(4, 15), targets.view(4, 15)
@@ -253,6 +273,20 @@ def test_compiles_as_one_graph(backend: str) -> None:
     losses = torch.compile(token_losses, fullgraph=True, backend="aot_eager")
     x = weight.detach()[ids]
     torch.testing.assert_close(losses(x, weight.detach(), targets), token_losses(x, weight.detach(), targets))
+
+
+@on_gpu
+def test_triton_compiles_as_one_graph() -> None:
+    x, weight, targets = example(33, 16, 257, torch.float32, "triton")
+    torch._dynamo.reset()
+
+    def bend(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return 2 * ours(torch.tanh(x), weight, targets, impl="triton")
+
+    compiled = with_gradients(torch.compile(bend, fullgraph=True), x, weight, targets)
+    for actual, expected in zip(compiled, with_gradients(bend, x, weight, targets), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-4)
 
 
 REFUSED = {

@@ -3,12 +3,12 @@
 import copy
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from control import KINDS, decoder, draw_gradients
-from torch import Tensor, nn
+from torch import nn
 
 from qklab.optim import (
     LayerRoles,
@@ -44,88 +44,70 @@ def control(**choices: Any) -> LogitControl:
 
 # roles
 
-
-def test_a_model_without_attention() -> None:
-    message = refusal(lambda: attention_roles(nn.Sequential(nn.Linear(3, 3), nn.ReLU())))
-    assert "no attention was recognised in Sequential" in message
-    assert "pass a mapping from a layer's name to its query, key and heads" in message
-
-
-@pytest.mark.parametrize("wrap", [LogitControl, QKClip])
-@pytest.mark.parametrize("roles", [{}, None, [1, 2], "layer"])
-def test_roles_that_are_no_mapping(wrap: Any, roles: Any) -> None:
-    message = refusal(lambda: wrap(sgd(nn.Linear(3, 3)), roles))
-    assert "roles must be a mapping from layer names to their query and key" in message
-    assert repr(roles) in message
+FUSED, KEY = nn.Linear(5, 12), nn.Linear(4, 4)
+WEIGHT, ROWS = torch.ones(4, 3), torch.arange(4)[None]
+SQUARE = nn.Parameter(torch.ones(4, 4))
+OVERLAPPING = layer_roles(query=Rows.of(FUSED, 2, among=(0, 8)), key=Rows.of(FUSED, 2, among=(6, 10)), heads=2)
+BOTH_AXES = layer_roles(query=Rows(SQUARE, ROWS[:, :2]), key=Rows(SQUARE, ROWS[:, 2:], axis=1), heads=1)
+TWICE = {name: {"query": nn.Linear(4, 4), "key": KEY, "heads": 2} for name in ("first", "second")}
+DIFFERENT = "rows must be different ones of the 6 the matrix has"
+UNREAD = "the roles of layer first cannot be read: "
 
 
-@pytest.mark.parametrize(
-    ("layer", "words"),
-    [
-        ({"heads": 2}, "'key'"),
-        ({"key": nn.Linear(4, 4), "heads": 2, "keys": 3}, "'keys'"),
-        (5, "must be a mapping"),
-        ({"key": 7, "heads": 2}, "a linear layer or a matrix is needed to find rows in, but 7 came"),
-    ],
-)
-def test_a_layers_roles_that_cannot_be_read_name_the_layer(layer: Any, words: str) -> None:
-    with pytest.raises(ValueError, match="the roles of layer first cannot be read: ") as caught:
-        LogitControl(sgd(nn.Linear(3, 3)), {"first": layer})
-    assert words in str(caught.value)
+def wrap(roles: Any) -> Callable[[], Any]:
+    weights = [*KEY.parameters(), *FUSED.parameters(), SQUARE]
+    return lambda: LogitControl(torch.optim.SGD(weights, lr=0.1), roles)
 
 
-@pytest.mark.parametrize("wrap", [LogitControl, QKClip])
-def test_overlapping_roles(wrap: Any) -> None:
-    fused = nn.Linear(5, 12)
-    q, k = Rows.of(fused, 2, among=(0, 8)), Rows.of(fused, 2, among=(6, 10))
-    message = refusal(lambda: wrap(sgd(fused), {"first": layer_roles(query=q, key=k, heads=2)}))
-    assert "row 6 of one weight is claimed as W_q of first and as W_k of first; give each row one role" in message
-
-
-def test_layers_that_share_a_weight_overlap() -> None:
-    query, key = nn.Linear(4, 4), nn.Linear(4, 4)
-    layer = {"query": query, "key": key, "heads": 2}
-    other = {"query": nn.Linear(4, 4), "key": key, "heads": 2}
-    message = refusal(lambda: LogitControl(sgd(key), {"first": layer, "second": other}))
-    assert "row 0 of one weight is claimed as W_k of first and as W_k of second" in message
-
-
-def test_one_weight_read_along_both_axes() -> None:
-    weight = nn.Parameter(torch.randn(4, 4))
-    q, k = Rows(weight, torch.tensor([[0, 1]])), Rows(weight, torch.tensor([[2, 3]]), axis=1)
-    message = refusal(lambda: LogitControl(torch.optim.SGD([weight]), {"first": layer_roles(query=q, key=k, heads=1)}))
-    assert "one weight was given two roles that read it differently" in message
-
-
-@pytest.mark.parametrize("rows", [[[0, 6]], [[-1, 0]], [[1, 1]]])
-def test_rows_that_the_matrix_has_not_or_twice(rows: list[list[int]]) -> None:
-    message = refusal(lambda: Rows(torch.randn(6, 3), torch.tensor(rows)))
-    assert "rows must be different ones of the 6 the matrix has" in message
-    assert "must be different ones of the 3 the matrix has" in refusal(
-        lambda: Rows(torch.randn(6, 3), torch.tensor([[3]]), axis=1)
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "no attention": (
+        lambda: attention_roles(nn.Sequential(nn.Linear(3, 3), nn.ReLU())),
+        "no attention was recognised in Sequential: known are qklab's own layers",
+    ),
+    "no layers": (wrap({}), "roles must be a mapping from layer names to their query and key, but {} came"),
+    "no mapping": (wrap([1, 2]), "roles must be a mapping from layer names to their query and key, but [1, 2] came"),
+    "no key": (wrap({"first": {"heads": 2}}), UNREAD + "'key' is missing"),
+    "a misspelt key": (wrap({"first": {"key": KEY, "heads": 2, "keys": 3}}), UNREAD + "there is no 'keys'"),
+    "a layer that is no mapping": (wrap({"first": 5}), UNREAD + "they must be a mapping"),
+    "a key that is no matrix": (wrap({"first": {"key": 7, "heads": 2}}), "a linear layer or a matrix is needed"),
+    "overlap in a layer": (
+        wrap({"first": OVERLAPPING}),
+        "row 6 of one weight is claimed as W_q of first and as W_k of first; give each row one role",
+    ),
+    "overlap of layers": (wrap(TWICE), "row 0 of one weight is claimed as W_k of first and as W_k of second"),
+    "both axes": (wrap({"first": BOTH_AXES}), "one weight was given two roles that read it differently"),
+    "a row too many": (lambda: Rows(torch.randn(6, 3), torch.tensor([[0, 6]])), DIFFERENT),
+    "a row below zero": (lambda: Rows(torch.randn(6, 3), torch.tensor([[-1, 0]])), DIFFERENT),
+    "a row twice": (lambda: Rows(torch.randn(6, 3), torch.tensor([[1, 1]])), DIFFERENT),
+    "a column too many": (lambda: Rows(torch.randn(3, 6), torch.tensor([[0, 6]]), axis=1), DIFFERENT),
+    "rows of one axis": (lambda: Rows(WEIGHT, torch.arange(4)), "[heads, width], but torch.int64 [4] came"),
+    "rows that are no numbers": (lambda: Rows(WEIGHT, torch.zeros(2, 2)), "but torch.float32 [2, 2] came"),
+    "no rows": (lambda: Rows(WEIGHT, ROWS[:0]), "rows must be whole numbers [heads, width]"),
+    "a ReLU": (lambda: Rows.of(nn.ReLU(), 1), "a linear layer or a matrix is needed"),
+    "a vector": (lambda: Rows.of(torch.randn(3), 1), "a linear layer or a matrix is needed"),
+    "key heads": (
+        lambda: layer_roles(query=nn.Linear(3, 6), key=nn.Linear(3, 4), heads=3, kv_heads=2),
+        "the key heads must divide the 3 query heads, but there are 2",
+    ),
+    "no key heads": (lambda: layer_roles(key=KEY, heads=2, kv_heads=0), "heads must divide"),
+    "other heads": (lambda: layer_roles(key=Rows.of(KEY, 4), heads=2), "rows of 4 heads came where 2 are named"),
+    "a coupling": (lambda: layer_roles(key=KEY, heads=2, coupling=cast(Any, "lineer")), "did you mean 'linear'"),
+    "a gain": (lambda: Rows(WEIGHT, ROWS, gain=torch.ones(4)), "each of the matrix's 3 inputs, but [4] came"),
+    "a bias": (lambda: Rows(WEIGHT, ROWS, bias=torch.ones(3)), "each of the matrix's 4 outputs, but [3] came"),
+    "a gain, inputs first": (lambda: Rows(WEIGHT, ROWS[:, :3], axis=1, gain=torch.ones(3)), "the matrix's 4 inputs"),
+} | {
+    f"heads={heads!r}": (
+        lambda heads=heads: Rows.of(nn.Linear(3, 6), heads),
+        f"heads must divide the 6 rows of the matrix, but {heads!r} came",
     )
+    for heads in cast(list[Any], [4, 0, -1, 2.0, "2", None])
+}
 
 
-@pytest.mark.parametrize("rows", [torch.arange(4), torch.zeros(2, 2), torch.zeros(0, 2, dtype=torch.long)])
-def test_rows_of_another_shape_or_type(rows: Tensor) -> None:
-    message = refusal(lambda: Rows(torch.randn(6, 3), rows))
-    assert f"rows must be whole numbers [heads, width], but {rows.dtype} {list(rows.shape)} came" in message
-
-
-@pytest.mark.parametrize("heads", [4, 0, -1, 2.0, "2", None])
-def test_heads_that_do_not_divide_the_rows(heads: Any) -> None:
-    message = refusal(lambda: Rows.of(nn.Linear(3, 6), heads))
-    assert f"heads must divide the 6 rows of the matrix, but {heads!r} came" in message
-
-
-@pytest.mark.parametrize("layer", [nn.ReLU(), nn.Conv2d(1, 1, 1), torch.randn(3), 3])
-def test_rows_of_what_is_no_matrix(layer: Any) -> None:
-    assert "a linear layer or a matrix is needed" in refusal(lambda: Rows.of(layer, 1))
-
-
-def test_key_heads_that_do_not_divide_the_query_heads() -> None:
-    message = refusal(lambda: layer_roles(query=nn.Linear(3, 6), key=nn.Linear(3, 4), heads=3, kv_heads=2))
-    assert "the key heads must divide the 3 query heads, but there are 2" in message
+@pytest.mark.parametrize("name", REFUSED)
+def test_roles_that_cannot_be_are_refused(name: str) -> None:
+    action, words = REFUSED[name]
+    assert words in refusal(action)
 
 
 # weights
@@ -350,15 +332,6 @@ def test_settings_that_do_not_go_together(
     LogitControlSpec(**choices | caught.value.nearest)
 
 
-@pytest.mark.parametrize("choices", [{"tau": 0.0}, {"tau": -1.0}, {"tau": True}, {"tau": "1"}, {"threshold": math.nan}])
-def test_numbers_of_the_spec_that_are_not_above_zero(choices: dict[str, Any]) -> None:
-    assert "must be a finite number above 0" in refusal(lambda: LogitControlSpec(**choices))
-
-
-def test_a_misspelt_method_of_the_spec_comes_with_a_suggestion() -> None:
-    assert "(did you mean 'qk-clip'?)" in refusal(lambda: LogitControlSpec(method="qkclip"))  # pyright: ignore[reportArgumentType]
-
-
 def test_a_spec_wraps_as_it_says() -> None:
     model = decoder(layers=1)
     assert LogitControlSpec().wrap(sgd(model), model) is None
@@ -392,21 +365,6 @@ def test_a_weight_that_roles_name_cannot_be_added_later() -> None:
 def test_qk_clip_with_a_bias_of_the_logits() -> None:
     model = decoder(layers=1, share="q=k", asymmetry_2d=True, causal=False, position="none")
     assert "a bias of their own" in refusal(lambda: QKClip(sgd(model), attention_roles(model)))
-
-
-def test_a_gain_or_bias_of_another_length() -> None:
-    weight, rows = torch.ones(4, 3), torch.arange(4)[None]
-    assert "each of the matrix's 3 inputs, but [4] came" in refusal(lambda: Rows(weight, rows, gain=torch.ones(4)))
-    assert "each of the matrix's 4 outputs, but [3] came" in refusal(lambda: Rows(weight, rows, bias=torch.ones(3)))
-    assert "each of the matrix's 4 inputs" in refusal(lambda: Rows(weight, rows[:, :3], axis=1, gain=torch.ones(3)))
-
-
-def test_a_misspelt_coupling_and_heads_that_contradict_each_other() -> None:
-    key: Any = {"key": nn.Linear(4, 4), "heads": 2}
-    assert "did you mean 'linear'" in refusal(lambda: layer_roles(**key, coupling="lineer"))  # type: ignore[arg-type]
-    assert "heads must divide" in refusal(lambda: layer_roles(**key, kv_heads=0))
-    fused = Rows.of(key["key"], 4)
-    assert "rows of 4 heads came where 2 are named" in refusal(lambda: layer_roles(key=fused, heads=2))
 
 
 def test_a_control_cannot_be_copied_but_its_state_can() -> None:

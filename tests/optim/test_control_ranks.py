@@ -1,12 +1,7 @@
 """Logit control over several ranks: sharded or replicated, it does to the weights what it does in one process."""
 
-import multiprocessing
-import os
 import re
-import traceback
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +19,7 @@ from qklab.attention.spec import AttentionSpec
 from qklab.model.decoder import Decoder
 from qklab.model.spec import DecoderSpec
 from qklab.optim import LogitControl, QKClip, Rows, attention_roles, layer_roles
+from qklab.testing.processes import run_on_ranks
 
 Result = dict[str, Tensor]
 LATENT = {"query_rank": 7, "kv_rank": 9, "rope_width": 2}
@@ -40,42 +36,13 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def run_ranks(folder: Path, world: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+def run_ranks(world: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
     """What work(*arguments) gives on each of `world` gloo ranks."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "qklab.train.launch", "torch.distributed.fsdp", "torch._dynamo"])
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    meeting = folder / "meeting"
-    meeting.unlink(missing_ok=True)
-    pipes = [context.Pipe(duplex=False) for _ in range(world)]
-    processes = [
-        context.Process(target=as_rank, args=(rank, world, str(meeting), work, arguments, pipe[1]), daemon=True)
-        for rank, pipe in enumerate(pipes)
-    ]
-    for process in processes:
-        process.start()
-    outcomes = []
-    for ours, theirs in pipes:
-        theirs.close()
-        assert ours.poll(100), "a rank hangs"
-        outcomes.append(ours.recv())
-    for process in processes:
-        process.join(20)
-    failures = [outcome for outcome in outcomes if isinstance(outcome, str) and "Traceback" in outcome]
-    assert not failures, failures[0]
-    return outcomes
+    return run_on_ranks(world, run_work, work, *arguments)
 
 
-def as_rank(rank: int, world: int, meeting: str, work: Callable[..., Any], arguments: Any, report: Any) -> None:
-    warnings.simplefilter("error")
-    torch.set_num_threads(1)
-    try:
-        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
-        result = work(*arguments)
-        report.send(as_numpy(result))
-    except BaseException:
-        report.send(traceback.format_exc())
-    dist.destroy_process_group()
+def run_work(work: Callable[..., Any], *arguments: Any) -> Any:
+    return as_numpy(work(*arguments))
 
 
 def as_numpy(value: Any) -> Any:
@@ -176,8 +143,8 @@ def alone(kind: str, norm: str) -> Result:
 
 
 @pytest.fixture(scope="module")
-def on_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
-    return run_ranks(tmp_path_factory.mktemp("two"), 2, fsdp, list(KINDS), ["frobenius", "spectral"], [(2,)])
+def on_two() -> list[dict[str, dict[str, Any]]]:
+    return run_ranks(2, fsdp, list(KINDS), ["frobenius", "spectral"], [(2,)])
 
 
 @pytest.mark.parametrize("norm", ["frobenius", "spectral"])
@@ -188,18 +155,18 @@ def test_sharded_over_two_ranks_it_is_as_in_one_process(kind: str, norm: str, on
         same(rank[f"{kind}, {norm}, (2,)"], reference)
 
 
-def test_four_ranks_some_with_copies_and_some_without_a_row_are_as_one_process(tmp_path: Path) -> None:
+def test_four_ranks_some_with_copies_and_some_without_a_row_are_as_one_process() -> None:
     """As (4,) the shared rotary key's two rows leave two ranks without any; (2, 2) is HSDP."""
     reference = alone("mla", "frobenius")
-    for rank in run_ranks(tmp_path, 4, fsdp, ["mla"], ["frobenius"], [(4,), (2, 2)]):
+    for rank in run_ranks(4, fsdp, ["mla"], ["frobenius"], [(4,), (2, 2)]):
         assert len(rank) == 2
         for result in rank.values():
             same(result, reference)
 
 
 @pytest.mark.parametrize("kind", ["mha", "mla"])
-def test_replicated_by_ddp_it_is_as_in_one_process(kind: str, tmp_path: Path) -> None:
-    first, second = run_ranks(tmp_path, 2, ddp, kind)
+def test_replicated_by_ddp_it_is_as_in_one_process(kind: str) -> None:
+    first, second = run_ranks(2, ddp, kind)
     reference = alone(kind, "frobenius")
     renamed = [{name.replace("weight.module.", "weight."): v for name, v in r[kind].items()} for r in (first, second)]
     for ours in renamed:
@@ -287,9 +254,9 @@ def every_placement(world: int) -> dict[str, Result]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_however_a_weight_is_cut_factors_and_updates_are_the_same(world: int, tmp_path: Path) -> None:
+def test_however_a_weight_is_cut_factors_and_updates_are_the_same(world: int) -> None:
     """By rows (FSDP2), by columns (tensor parallel, or FSDP2 where weights are [inputs, outputs]), by both."""
-    for rank in run_ranks(tmp_path, world, every_placement, world):
+    for rank in run_ranks(world, every_placement, world):
         assert len(rank) == {2: 12, 4: 8}[world]
         for name, result in rank.items():
             axis, norm = name.split(", ")[-2:]
@@ -311,9 +278,9 @@ def tensor_parallel() -> dict[str, Result]:
     return results
 
 
-def test_tensor_parallel_and_sharded_over_the_rest(tmp_path: Path) -> None:
+def test_tensor_parallel_and_sharded_over_the_rest() -> None:
     """Rows cut first for tensor parallelism, then by FSDP2, whose cut is then a strided one."""
-    for rank in run_ranks(tmp_path, 4, tensor_parallel):
+    for rank in run_ranks(4, tensor_parallel):
         for norm, result in rank.items():
             same(result, stepped(Bare(0), norm))
 
@@ -333,8 +300,8 @@ def cut_otherwise() -> str:
     return "taken"
 
 
-def test_a_weight_cut_otherwise_than_dtensor_would_is_refused(tmp_path: Path) -> None:
-    for rank in run_ranks(tmp_path, 2, cut_otherwise):
+def test_a_weight_cut_otherwise_than_dtensor_would_is_refused() -> None:
+    for rank in run_ranks(2, cut_otherwise):
         assert re.search(r"refused: a weight \[15, 4\] is cut as .*, but it has \[[78], 4\]; logit control needs", rank)
 
 
@@ -361,12 +328,12 @@ def clipped_on_ranks(kind: str, parallel: str) -> Result:
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 @pytest.mark.parametrize("kind", ["gqa", "mla"])
-def test_qk_clip_goes_by_the_largest_logit_of_all_ranks(kind: str, parallel: str, tmp_path: Path) -> None:
+def test_qk_clip_goes_by_the_largest_logit_of_all_ranks(kind: str, parallel: str) -> None:
     model = decoder(kind)
     reference = clipped(model, model)
     shrunk = [value for name, value in reference.items() if name.startswith("factors.")]
     assert torch.cat(shrunk).amin() < 0.9, "nothing was clipped"
-    ranks = run_ranks(tmp_path, 2, clipped_on_ranks, kind, parallel)
+    ranks = run_ranks(2, clipped_on_ranks, kind, parallel)
     seen = [name for name in reference if name.startswith("alone.")]
     differ = False
     for name in seen:

@@ -2,7 +2,6 @@
 
 import copy
 import io
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,10 +19,8 @@ from control import (
     largest_logits,
     linears,
     loss_of,
-    matrices,
     norms,
     per_row,
-    pieces,
     put,
     snapshot,
     tokens,
@@ -31,7 +28,6 @@ from control import (
 from torch import Tensor, nn
 
 from qklab.attention.layer import Attention
-from qklab.attention.project import Latent
 from qklab.model import Decoder
 from qklab.optim import LogitControl, QKClip, Rows, attention_roles, layer_roles
 from qklab.optim.logit_control import Method, NormKind
@@ -85,40 +81,6 @@ def test_every_kind_of_attention_starts_with_factors_of_exactly_one_and_the_bare
         assert all(torch.equal(value, torch.ones_like(value)) for value in factors.values()), spec.name
         assert factors.keys() == linears(ours).keys()
         assert same(ours, bare), spec.name
-
-
-def test_doubling_the_key_of_one_head_halves_the_step_of_its_query_and_of_no_other() -> None:
-    model = decoder()
-    control = LogitControl(sgd([*model.parameters()]), attention_roles(model))
-    with torch.no_grad():
-        dict(pieces(model.attention(1)))["k"][2].mul_(2)
-    before = snapshot(model)
-    draw_gradients(model, seed=1)
-    control.step()
-    factors = control.factors()
-    assert factors["blocks.1.attention"]["q"].tolist() == [1.0, 1.0, 0.5, 1.0]
-    assert factors["blocks.1.attention"]["k"].tolist() == [1.0] * 4
-    assert factors["blocks.0.attention"]["q"].tolist() == [1.0] * 4
-    for name, (layer, symbol, heads) in controlled_names(model).items():
-        parameter = model.get_parameter(name)
-        scale = [0.5 if (layer, symbol, h) == (1, "q", 2) else 1.0 for h in range(heads)]
-        assert parameter.grad is not None
-        near(parameter.detach() - before[name], -0.1 * per_row(scale, parameter) * parameter.grad)
-
-
-def test_doubling_the_query_of_a_head_halves_the_step_of_its_group_only_where_it_is_the_largest() -> None:
-    model = decoder(layers=1, kv_heads=2)
-    queries = dict(pieces(model.attention(0)))["q"]
-    with torch.no_grad():
-        for head, size in zip(queries, (1.0, 4.0, 1.0, 1.0), strict=True):
-            head.mul_(size / torch.linalg.vector_norm(head))
-    control = LogitControl(sgd([*model.parameters()]), attention_roles(model))
-    with torch.no_grad():
-        queries[0].mul_(2)  # still below its group's largest
-        queries[3].mul_(2)
-    draw_gradients(model, seed=1)
-    control.step()
-    exact(control.factors()["blocks.0.attention"]["k"], torch.tensor([1.0, 0.5], dtype=torch.float64))
 
 
 Bases = Callable[[Decoder], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
@@ -283,7 +245,7 @@ def test_spectral_factors_follow_the_largest_singular_values(kind: str) -> None:
 
 @pytest.mark.parametrize("shape", [(100, 300), (300, 100), (64, 64), (1, 7), (7, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("size", [1e-12, 1.0, 1e12])
+@pytest.mark.parametrize("size", [1e-12, 1e12])
 def test_the_largest_singular_value_is_never_too_small_and_at_most_half_a_percent_too_large(
     shape: tuple[int, int], dtype: torch.dtype, size: float
 ) -> None:
@@ -471,27 +433,6 @@ def test_a_fixed_factor_scales_the_updates_by_tau_alone() -> None:
     checked_steps(adamw, decay=0.3, method="fixed")
 
 
-def test_an_adamw_step_in_closed_form() -> None:
-    model = decoder(layers=1)
-    control = LogitControl(
-        torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.4, betas=(0.8, 0.9), eps=1e-3),
-        attention_roles(model),
-        tau=0.6,
-    )
-    initial = norms(model.attention(0))
-    grow(model, seed=0)
-    before, factors = snapshot(model), expected_factors(model.spec.attention, norms(model.attention(0)), initial)
-    draw_gradients(model, seed=0)
-    control.step()
-    for name, (_, symbol, _) in controlled_names(model).items():
-        parameter = model.get_parameter(name)
-        assert parameter.grad is not None
-        direction = parameter.grad / (parameter.grad.abs() + 1e-3)  # the first moments, corrected
-        scale = 0.6 * per_row(factors[symbol], parameter)
-        expected = before[name] * (1 - 0.05 * 0.4) - 0.05 * scale * direction
-        near(parameter.detach(), expected)
-
-
 # fused weights
 
 
@@ -627,40 +568,6 @@ def test_schedules_multiply_it() -> None:
         assert model.embed.weight.grad is not None
         assert torch.equal(model.embed.weight.detach(), other.add(model.embed.weight.grad, alpha=-0.1 * 0.5**step))
         schedule.step()
-
-
-def test_one_cycle_sets_rates_and_momenta_of_the_wrapped_optimiser() -> None:
-    model, bare = decoder(layers=1), decoder(layers=1)
-    base, alone = one(model), one(bare)
-    control = LogitControl(base, attention_roles(model))
-    schedules = [torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=6) for o in (control, alone)]
-    for step in range(5):
-        for m, optimiser, schedule in zip((model, bare), (control, alone), schedules, strict=True):
-            draw_gradients(m, seed=step)
-            optimiser.step()
-            schedule.step()
-        assert base.param_groups[0]["lr"] == alone.param_groups[0]["lr"]
-        assert base.param_groups[0]["betas"] == alone.param_groups[0]["betas"]
-
-
-def test_accumulated_and_clipped_gradients_need_nothing_special() -> None:
-    whole, parts = decoder(), decoder()
-    controls = [LogitControl(adamw([*m.parameters()]), attention_roles(m)) for m in (whole, parts)]
-    for step in range(3):
-        ids = tokens(step, rows=4)
-        loss_of(whole, ids).backward()
-        for half in ids.chunk(2):
-            (loss_of(parts, half) / 2).backward()
-        for m, control in zip((whole, parts), controls, strict=True):
-            norm = nn.utils.clip_grad_norm_(m.parameters(), 0.1)
-            assert norm > 0.1
-            control.step()
-            control.zero_grad()
-            assert all(p.grad is None for p in m.parameters())
-    assert any((f != 1).any() for table in controls[0].factors().values() for f in table.values())
-    for name, parameter in parts.named_parameters():
-        # Adam divides by a gradient's size, so what differs in the sum's last bits is amplified for small gradients
-        torch.testing.assert_close(parameter.detach(), whole.get_parameter(name).detach(), rtol=0, atol=1e-8)
 
 
 @pytest.mark.parametrize("wrap", [quack, clip])
@@ -816,80 +723,32 @@ def test_a_closure_is_called_once_and_its_loss_returned(bases: Bases) -> None:
     assert len(calls) == 2
 
 
-def test_several_optimisers_are_one() -> None:
-    model = decoder()
-    adam, momentum = torch.optim.AdamW, torch.optim.SGD
-    queries = [p for name, p in model.named_parameters() if ".query." in name]
-    rest = [p for name, p in model.named_parameters() if ".query." not in name]
-    bases = [momentum(queries, lr=0.1, momentum=0.9, weight_decay=0.2), adam(rest, lr=0.05, weight_decay=0.4)]
+def test_several_optimisers_are_one_and_their_groups_keep_their_rate_and_decay() -> None:
+    def split(m: Decoder) -> list[torch.optim.Optimizer]:
+        queries = [p for name, p in m.named_parameters() if ".query." in name]
+        keys = [p for name, p in m.named_parameters() if ".key." in name]
+        rest = [p for name, p in m.named_parameters() if ".query." not in name and ".key." not in name]
+        groups = [{"params": keys, "lr": 0.02, "weight_decay": 0.5}, {"params": rest}]
+        momentum = torch.optim.SGD(queries, lr=0.1, momentum=0.9, weight_decay=0.2)
+        return [momentum, torch.optim.AdamW(groups, lr=0.05, weight_decay=0.4)]
+
+    model, twin = decoder(), decoder()
+    bases, bare = split(model), split(twin)
+    initial = [norms(model.attention(layer)) for layer in range(2)]
     control = LogitControl(bases, attention_roles(model), tau=0.6)
     assert control.param_groups == [*bases[0].param_groups, *bases[1].param_groups]
-    twin = decoder()
-    alone = [
-        momentum(
-            [p for name, p in twin.named_parameters() if ".query." in name], lr=0.1, momentum=0.9, weight_decay=0.2
-        ),
-        adam([p for name, p in twin.named_parameters() if ".query." not in name], lr=0.05, weight_decay=0.4),
-    ]
-    initial = [norms(model.attention(layer)) for layer in range(2)]
     for m in (model, twin):
         grow(m, seed=0)
         draw_gradients(m, seed=0)
     before = snapshot(model)
     factors = [expected_factors(model.spec.attention, norms(model.attention(i)), initial[i]) for i in range(2)]
     control.step()
-    for base in alone:
+    for base in bare:
         base.step()
     for name, (layer, symbol, _) in controlled_names(model).items():
-        left = before[name] * (1.0 if symbol == "q" else 1 - 0.05 * 0.4)
-        moved = twin.get_parameter(name).detach() - left
-        expected = left + 0.6 * per_row(factors[layer][symbol], left) * moved
+        left = before[name] * (1.0 if symbol == "q" else 1 - 0.02 * 0.5)
+        expected = left + 0.6 * per_row(factors[layer][symbol], left) * (twin.get_parameter(name).detach() - left)
         near(model.get_parameter(name).detach(), expected)
     assert len(control.state) == len([*model.parameters()])
     control.zero_grad()
     assert all(p.grad is None for p in model.parameters())
-
-
-def test_groups_with_their_own_rate_and_decay_keep_them() -> None:
-    model, twin = decoder(), decoder()
-
-    def grouped(m: Decoder) -> torch.optim.Optimizer:
-        layers = [[p for name, p in m.named_parameters() if name.startswith(f"blocks.{i}.")] for i in range(2)]
-        return torch.optim.AdamW(
-            [{"params": layers[0], "lr": 0.02, "weight_decay": 0.5}, {"params": layers[1], "weight_decay": 0.1}],
-            lr=0.07,
-        )
-
-    initial = [norms(model.attention(layer)) for layer in range(2)]
-    control, base = LogitControl(grouped(model), attention_roles(model)), grouped(twin)
-    for m in (model, twin):
-        grow(m, seed=0)
-        draw_gradients(m, seed=0)
-    before = snapshot(model)
-    factors = [expected_factors(model.spec.attention, norms(model.attention(i)), initial[i]) for i in range(2)]
-    control.step()
-    base.step()
-    for name, (layer, symbol, _) in controlled_names(model).items():
-        left = before[name] * (1 - (0.02 * 0.5 if layer == 0 else 0.07 * 0.1))
-        expected = left + per_row(factors[layer][symbol], left) * (twin.get_parameter(name).detach() - left)
-        near(model.get_parameter(name).detach(), expected)
-
-
-def test_a_latents_gain_counts_as_part_of_the_up_projection() -> None:
-    model = decoder(layers=1, **KINDS["MLA"])
-    project = model.attention(0).project
-    assert isinstance(project, Latent)
-    assert project.query_gain is not None
-    initial = matrices(model.attention(0))["uq"]
-    control = LogitControl(sgd([*model.parameters()]), attention_roles(model))
-    with torch.no_grad():
-        project.query_gain[0] *= 7
-    draw_gradients(model, seed=0)
-    expected = [
-        float(torch.linalg.matrix_norm(old) / torch.linalg.matrix_norm(new))
-        for old, new in zip(initial, matrices(model.attention(0))["uq"], strict=True)
-    ]
-    control.step()
-    factor = control.factors()["blocks.0.attention"]["uk"]
-    assert not math.isclose(expected[0], 1.0, rel_tol=1e-3)
-    exact(factor, torch.tensor(expected, dtype=torch.float64))

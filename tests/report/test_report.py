@@ -123,7 +123,8 @@ def test_losses_are_thinned_and_probes_combined_as_each_quantity_asks() -> None:
 
 
 def test_one_seed_is_an_anecdote_without_an_interval(tmp_path: Path) -> None:
-    group = gather_one(fabricate(tmp_path / "s", spec(seeds=1, arms=TWO)))
+    group = gather_one(fabricate(tmp_path / "s", spec(seeds=1, arms=TWO, lrs=[3e-3])))
+    assert not {"seed", "optimiser.lr"} & group["settings"].keys()  # each run's own, even if all have the same
     found = arm(group, "k=v")
     assert found["verdict"]["verdict"] == "one seed"
     assert found["verdict"]["paired"]["low"] is None
@@ -134,7 +135,7 @@ def test_one_seed_is_an_anecdote_without_an_interval(tmp_path: Path) -> None:
 def test_an_arm_that_diverges_everywhere_is_told_as_such(tmp_path: Path) -> None:
     group = gather_one(fabricate(tmp_path / "s", spec(arms=TWO), diverge=(("k=v", 1e-3), ("k=v", 3e-3))))
     found = arm(group, "k=v")
-    assert (found["lr"], found["verdict"]["verdict"]) == (None, "diverged")
+    assert (found["lr"], found["verdict"]["verdict"], found["learning"]) == (None, "diverged", None)
     assert "diverged" in group["headline"]
     own = [run for run in group["runs"] if run["arm"] == 1]
     assert {run["status"] for run in own} == {"diverged"}

@@ -16,32 +16,35 @@ import qklab
 from qklab.runs import files
 
 SOURCE = Path(qklab.__file__).parent
-WRITING_CALLS = {
-    *("write_text", "write_bytes", "touch", "hardlink_to", "symlink_to", "tofile", "savez", "rename", "renames"),
-    *("save_file", "copyfile", "copy2", "copytree", "move", "NamedTemporaryFile", "mkstemp"),
+WRITING_METHODS = {"write_text", "write_bytes", "touch", "hardlink_to", "symlink_to", "tofile", "rename", "save_file"}
+WRITING_FUNCTIONS = {
+    *("os.replace", "os.rename", "os.link", "os.symlink", "json.dump", "np.save", "np.savez"),
+    *("shutil.copy", "shutil.copy2", "shutil.copyfile", "shutil.copytree", "shutil.move"),
+    *("tempfile.NamedTemporaryFile", "tempfile.mkstemp"),
 }
-WRITING_FUNCTIONS = {"os.replace", "os.link", "os.symlink", "json.dump", "np.save", "shutil.copy"}
 WRITING_FLAGS = {"O_WRONLY", "O_RDWR", "O_CREAT", "O_APPEND", "O_TRUNC"}
 
 
-def writes_a_file(call: ast.Call) -> bool:
-    """Whether this call of another module than runs/files.py writes a file past it."""
-    name = ast.unparse(call.func)
-    last, modes = name.split(".")[-1], [*call.args[:2], *(k.value for k in call.keywords if k.arg == "mode")]
+def writes_a_file(node: ast.AST) -> bool:
+    """Whether this part of another module than runs/files.py writes a file past it."""
+    if isinstance(node, ast.Attribute):
+        return ast.unparse(node) in WRITING_FUNCTIONS
+    if not isinstance(node, ast.Call):
+        return False
+    name, arguments = ast.unparse(node.func), node.args
+    last, modes = name.split(".")[-1], [*arguments[:2], *(k.value for k in node.keywords if k.arg == "mode")]
     if last in ("open", "fdopen"):
-        to_nowhere = ast.unparse(call.args[0]) == "os.devnull" if call.args else False
-        flags = {node.attr for argument in call.args for node in ast.walk(argument) if isinstance(node, ast.Attribute)}
+        to_nowhere = bool(arguments) and ast.unparse(arguments[0]) == "os.devnull"
+        flags = {part.attr for given in arguments for part in ast.walk(given) if isinstance(part, ast.Attribute)}
         texts = [mode.value for mode in modes if isinstance(mode, ast.Constant) and isinstance(mode.value, str)]
         return not to_nowhere and (bool(flags & WRITING_FLAGS) or any(set(m) <= set("wax+bt") for m in texts))
-    if last == "replace" and name != "os.replace":  # of a path: text has two arguments, a spec named ones
-        return len(call.args) == 1 and not call.keywords
-    return name in WRITING_FUNCTIONS or (last in WRITING_CALLS and not name.startswith("files.") and "." in name)
+    if last == "replace":  # of a path: text has two arguments, a spec named ones
+        return len(arguments) == 1 and not node.keywords
+    return last in WRITING_METHODS and "." in name and not name.startswith("files.")
 
 
 def file_writers(source: str) -> Iterator[int]:
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and writes_a_file(node):
-            yield node.lineno
+    return (node.lineno for node in ast.walk(ast.parse(source)) if writes_a_file(node))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_only_runs_files_writes_files() -> None:
@@ -65,6 +68,7 @@ def test_only_runs_files_writes_files() -> None:
         ("aside.replace(path)", True),
         ("aside.rename(path)", True),
         ("json.dump(value, file)", True),
+        ("(shutil.copyfile if copy else link)(source, target)", True),
         ("safetensors.torch.save_file(tensors, path)", True),
         ("open(path, 'rb')", False),
         ("path.open()", False),
@@ -150,8 +154,11 @@ def test_a_lock_is_held_once_and_names_its_holder(tmp_path: Path) -> None:
 def test_lines_are_appended_whole(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_text("cut sho")
-    files.append_line(path, "a")
-    files.append_line(path, "b")
+    for line in ("a", "b"):
+        file = files.AppendedFile(path)
+        file.append_line(line)
+        file.flush()
+        file.close()
     assert path.read_text() == "cut sho\na\nb\n"
 
 
@@ -163,3 +170,5 @@ def test_a_link_is_a_copy_where_links_are_refused(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "link", refuse)
     files.link_file(tmp_path / "a", tmp_path / "b")
     assert (tmp_path / "b").read_text() == "a"
+    files.move_file(tmp_path / "b", tmp_path / "a")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]

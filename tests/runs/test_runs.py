@@ -2,17 +2,18 @@
 
 import json
 import math
-import os
-import subprocess
+import multiprocessing
 import sys
+import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from qklab.runs import MetricsFile, RunDirectory, RunError, read_metrics
 from qklab.runs.environment import describe_environment, find_commit
-from qklab.runs.files import write_json
 from qklab.runs.sinks import SINKS, Sinks
+from qklab.testing.processes import finish_process, start_process
 
 
 def lines(path: Path, *records: dict) -> None:
@@ -63,34 +64,24 @@ def test_a_record_repeated_for_the_same_step_counts_once(tmp_path: Path) -> None
     assert read_metrics(path) == [final, final | {"split": "test"}]
 
 
-def test_small_files_are_old_or_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "summary.json"
-    write_json(path, {"a": 1})
-
-    def fail(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="No space left"):
-        write_json(path, {"a": 2})
-    assert json.loads(path.read_text()) == {"a": 1}
+def hold_lock(folder: Path, report: Connection) -> None:
+    RunDirectory(folder).lock()
+    report.send("ready")
+    time.sleep(60)
 
 
 def test_a_second_process_is_refused_and_a_dead_one_is_not_in_the_way(tmp_path: Path) -> None:
-    code = (
-        "import sys, time; from qklab.runs import RunDirectory\n"
-        "d = RunDirectory(sys.argv[1]).lock(); print('ready', flush=True); time.sleep(60)"
-    )
-    holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert holder.stdout is not None
-    assert holder.stdout.readline() == "ready\n"
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    holder = start_process(hold_lock, tmp_path, theirs)
+    assert ours.recv() == "ready"
+    (tmp_path / ".run.json.1.tmp").write_text("half")
     with pytest.raises(RunError, match=rf"in use by another process \(pid {holder.pid}\)"):
         RunDirectory(tmp_path).lock()
+    assert (tmp_path / ".run.json.1.tmp").exists()
     holder.kill()
-    holder.wait()
-    holder.stdout.close()
+    holder.join()
     with RunDirectory(tmp_path).lock():
-        pass
+        assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
 def test_directories_that_are_none(tmp_path: Path) -> None:
@@ -166,11 +157,12 @@ def test_wandb_is_given_the_runs_name_and_values(tmp_path: Path, monkeypatch: py
     assert calls[1:] == [("log", {"loss": 1.0}, 3), ("finish",)]
 
 
+def log_to_tensorboard(folder: Path) -> None:
+    sinks = Sinks(["tensorboard"], folder, "run", {}, lambda said: sys.exit(said))
+    sinks.log({"loss": 1.0}, 1)
+    sinks.close()
+
+
 def test_tensorboard_gets_a_file(tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from qklab.runs.sinks import Sinks\n"
-        "sinks = Sinks(['tensorboard'], Path(sys.argv[1]), 'run', {}, lambda said: sys.exit(said))\n"
-        "sinks.log({'loss': 1.0}, 1); sinks.close()"
-    )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, capture_output=True)
+    assert finish_process(start_process(log_to_tensorboard, tmp_path)) == 0
     assert list((tmp_path / "tensorboard").glob("events.out.*"))

@@ -17,7 +17,7 @@ from qklab.study.executors.worker import POLL, perform_run
 from qklab.study.plan import PlannedRun
 from qklab.study.records import RunResult
 from qklab.study.spec import StudySpec
-from qklab.train.progress import Silent
+from qklab.train.progress import Display
 
 STEPS = 60
 CLOCKS = ("seconds", "tokens_per_second", "peak_memory_bytes", "seconds_of_last_process")
@@ -43,7 +43,7 @@ def small_spec(corpus: str, /, steps: int = STEPS, **changes: Any) -> StudySpec:
     return StudySpec.from_dict(values | changes)
 
 
-class RecordingDisplay(Silent):
+class RecordingDisplay(Display):
     """Keeps what a study says, and does `act` with its folder whenever it shows how far it is."""
 
     def __init__(self, act: Callable[[], object] = lambda: None) -> None:
@@ -63,7 +63,7 @@ class RecordingDisplay(Silent):
 
 
 def carry_out(
-    spec: StudySpec, folder: Path, display: Silent | None = None, executor: Executor | None = None
+    spec: StudySpec, folder: Path, display: Display | None = None, executor: Executor | None = None
 ) -> list[RunResult]:
     with Study(spec, folder).open() as study:
         return study.carry_out(executor or LocalExecutor("cpu", 2), display or RecordingDisplay())

@@ -27,7 +27,7 @@ from qklab.study.execute import Study, StudyInterrupted
 from qklab.study.executors import RunTask, Unit
 from qklab.study.plan import PlannedRun, plan_tuning_runs
 from qklab.study.progress import measure_run_progress
-from qklab.study.records import is_in_use, read_result, read_study_record
+from qklab.study.records import is_in_use, read_study_record
 from qklab.study.spec import StudyError, StudySpec
 from qklab.train.launch import train
 from qklab.train.spec import ExecutionSpec
@@ -350,6 +350,8 @@ def test_progress_and_the_time_left(corpus: str, tmp_path: Path) -> None:
     done, line = display.shown[-1]
     assert done == pytest.approx((2 + 0.8 * 0.5) / 8)  # steps are 0.8 of a run's time
     assert line.startswith("2/8 runs · 14 min 0 s left · now standard")  # 0.4 runs a minute, 5.6 still to do
+    timed = small_spec(corpus, match="seconds", base=spec.base | {"budget": {"seconds": 4.0}})
+    assert measure_run_progress(folder, plan[2].resolve_spec(timed)) == 0.25
 
 
 def test_an_arm_that_always_diverges_is_not_waited_for(corpus: str, tmp_path: Path) -> None:
@@ -362,30 +364,3 @@ def test_an_arm_that_always_diverges_is_not_waited_for(corpus: str, tmp_path: Pa
     study.show_progress([], display)
     assert display.shown[-1][1].startswith("4/6 runs · 30 s left")
     assert {run.arm for run in study.plan_certain_runs()} == {"standard"}
-
-
-def test_a_budget_of_seconds_has_a_progress_too(corpus: str, tmp_path: Path) -> None:
-    base = small_spec(corpus).base | {"budget": {"seconds": 4.0}}
-    study = Study(small_spec(corpus, match="seconds", base=base), tmp_path)
-    record = {"kind": "train", "step": 3, "time": {"seconds": 1.0}}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
-    assert measure_run_progress(tmp_path, study.resolve(next(plan_tuning_runs(study.spec)))) == 0.25
-
-
-def test_looking_at_progress_costs_little(corpus: str, undisturbed_folder: Path) -> None:
-    study = Study(small_spec(corpus), undisturbed_folder)
-    active = list(plan_tuning_runs(study.spec))[:2]
-    study.progress.begin(0)
-    study.show_progress(active, RecordingDisplay())
-    began = time.process_time()
-    for _ in range(100):
-        study.show_progress(active, RecordingDisplay())
-    assert (time.process_time() - began) / 100 < 0.01  # twice a second: below 2 % of a core
-
-
-def test_results_are_read_where_the_plan_puts_them(corpus: str, undisturbed_folder: Path) -> None:
-    for run in plan_tuning_runs(small_spec(corpus)):
-        found = read_result(undisturbed_folder, run)
-        assert found is not None
-        assert found.status == "finished"
-    assert read_result(undisturbed_folder, PlannedRun(corpus, "standard", 1e-3, 99)) is None

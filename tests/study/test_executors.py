@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from small_study import (
     RecordingDisplay,
     alive,
@@ -191,12 +190,14 @@ class Played:
 
     def __init__(self, code: int | None, act: Callable[[Unit], object] = lambda unit: None):
         self.code, self.act, self.preloaded, self.processes = code, act, list[str](), list[Process]()
+        self.environments: list[dict[str, str]] = []
 
     def set_forkserver_preload(self, names: list[str]) -> None:
         self.preloaded = names
 
     def Process(self, target: Any, args: tuple[Unit, Any], daemon: bool) -> Process:  # noqa: N802
         assert target is perform_unit
+        self.environments.append(args[1])
         self.processes.append(Process(self.code, self.act, args[0]))
         return self.processes[-1]
 
@@ -470,17 +471,14 @@ def test_a_run_sees_the_gpu_of_its_slot_only(monkeypatch: pytest.MonkeyPatch) ->
     assert [slots.visible_devices(n)["CUDA_VISIBLE_DEVICES"] for n in range(3)] == ["5", "GPU-abc", "5"]
 
 
-def test_a_run_on_a_gpu_begins_with_a_python_of_its_own(
-    corpus: str, tmp_path: Path, task: RunTask, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """CUDA does not outlive a fork. Here the process finds that there is no GPU, and says so."""
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU, on which the run would succeed")
-    kinds, get = list[str](), local.multiprocessing.get_context
-    monkeypatch.setattr(local.multiprocessing, "get_context", lambda kind: kinds.append(kind) or get(kind))
+def test_a_run_on_a_gpu_begins_with_a_python_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA does not outlive a fork."""
+    played, kinds = Played(FAILED), list[str]()
+    monkeypatch.setattr(local.multiprocessing, "get_context", lambda kind: kinds.append(kind) or played)
     executor = LocalExecutor("cpu", 1)
     executor.slots = WorkerSlots(1, 1, (0,))
-    executor.submit(with_task(task, device="cuda"))
-    with pytest.raises(StudyError, match="torch sees no CUDA device"):
+    executor.submit(unit_of(tmp_path / "run"))
+    with pytest.raises(StudyError, match="could say nothing"):
         drain(executor)
-    assert kinds == ["spawn"]
+    assert (kinds, played.preloaded) == (["spawn"], [])
+    assert played.environments == [executor.slots.visible_devices(0)]

@@ -30,12 +30,19 @@ from small_study import (
 from qklab.study import execute
 from qklab.study.execute import Study, StudyInterrupted
 from qklab.study.executors import Unit, WorkerSlots, ray
-from qklab.study.executors.ray import NodeOrder, RayExecutor, perform_on_node, prepare_node, refuse_unfit, share_nodes
+from qklab.study.executors.ray import (
+    NodeOrder,
+    RayExecutor,
+    perform_on_node,
+    prepare_node,
+    refuse_unfit_node,
+    share_nodes,
+)
 from qklab.study.plan import PlannedRun
 from qklab.study.records import StudyRecord, is_in_use, read_study_record
 from qklab.study.remote import RemoteStudy
 from qklab.study.spec import StudyError, StudySpec
-from qklab.train.progress import Silent
+from qklab.train.progress import Display
 
 
 @pytest.fixture
@@ -63,7 +70,7 @@ def cluster() -> Iterator[Any]:
 
 def carry_out_on_cluster(spec: StudySpec, folder: Path, address: str) -> None:
     with Study(spec, folder).open() as study, closing(RayExecutor("cpu", 1, address)) as executor:
-        study.carry_out(executor, Silent())
+        study.carry_out(executor, Display())
 
 
 def worker_of(pid: int) -> int:
@@ -116,7 +123,7 @@ def refuse_on_a_node(study: Study, executor: RayExecutor) -> None:
         other = [entry | {"hash": "another"} for entry in data]
         patch.setattr(study, "prepare_corpora", lambda _: study.write_record(other))
         with pytest.raises(StudyError, match=r"^the corpus .* is another text on the node .* shared file system"):
-            study.carry_out(executor, Silent())
+            study.carry_out(executor, Display())
     study.write_record(data)
 
 
@@ -127,7 +134,7 @@ def fail_on_a_node(study: Study, executor: RayExecutor, corpus: str) -> None:
     run.mkdir(parents=True)
     (run / "metrics.jsonl").write_text("")
     with pytest.raises(StudyError, match=r"the run k=v .* failed: .* holds what a run left but no run.json"):
-        study.carry_out(executor, Silent())
+        study.carry_out(executor, Display())
     assert not any(map(is_in_use, unfinished(study.folder)))
     shutil.rmtree(run)
 
@@ -180,26 +187,26 @@ def order(corpus: str, tmp_path: Path) -> NodeOrder:
     """The first unit of a study, as a node gets it."""
     study = Study(small_spec(corpus), tmp_path / "study")
     with study.open():
-        study.prepare_corpora(Silent())
+        study.prepare_corpora(Display())
     return NodeOrder.of(study.make_unit([PlannedRun(corpus, "standard", 1e-3, 0)], InProcess()), WorkerSlots(3, 1))
 
 
 def test_a_node_that_would_make_another_run_is_refused(order: NodeOrder, tmp_path: Path) -> None:
-    refuse_unfit(order, "here")
+    refuse_unfit_node(order, "here")
     with pytest.raises(StudyError, match=r"the node there has qklab .*, but the study was started with 0\.0; install"):
-        refuse_unfit(replace(order, version="0.0"), "there")
+        refuse_unfit_node(replace(order, version="0.0"), "there")
     with pytest.raises(StudyError, match=r"does not see this study in .*nowhere; the study's folder must be on a file"):
-        refuse_unfit(replace(order, unit=replace(order.unit, study=tmp_path / "nowhere")), "there")
+        refuse_unfit_node(replace(order, unit=replace(order.unit, study=tmp_path / "nowhere")), "there")
     with pytest.raises(StudyError, match="does not see this study"):
-        refuse_unfit(replace(order, unit=replace(order.unit, fingerprint="another")), "there")
+        refuse_unfit_node(replace(order, unit=replace(order.unit, fingerprint="another")), "there")
     (task,) = order.unit.tasks
     other = replace(task, spec=task.spec | {"corpus": task.spec["corpus"] | {"source": str(tmp_path / "nothing")}})
     with pytest.raises(StudyError, match="the node there cannot prepare the corpus: "):
-        refuse_unfit(replace(order, unit=replace(order.unit, tasks=(other,))), "there")
+        refuse_unfit_node(replace(order, unit=replace(order.unit, tasks=(other,))), "there")
     record = read_study_record(order.unit.study)
     StudyRecord(record.spec, [entry | {"hash": "of another text"} for entry in record.data]).write(order.unit.study)
     with pytest.raises(StudyError, match="is another text on the node there than where the study was started"):
-        refuse_unfit(order, "there")
+        refuse_unfit_node(order, "there")
     assert not (tmp_path / "nowhere").exists()
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from checkpoint_tools import all_bits, make_tensors, names, newest, save_steps
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -27,15 +28,6 @@ from qklab.testing.processes import start_process
 from qklab.train.checkpoint import CheckpointError, Checkpoints, Snapshot, retention
 
 SCRIPT = [(1, True), (2, False), (2, True), (3, False), (4, False)]  # steps and whether they are the best
-
-
-def tensors(step: int, change: int = 0) -> dict[str, Tensor]:
-    numbers = torch.Generator().manual_seed(1000 * change + step)
-    return {"model.w": torch.randn(40, generator=numbers), "optimiser.step": torch.tensor(step)}
-
-
-def equal(came: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
-    return came.keys() == wanted.keys() and all(torch.equal(came[name], wanted[name]) for name in wanted)
 
 
 def die_at(point: int, passed: list[int]) -> None:
@@ -69,9 +61,10 @@ def die_at(point: int, passed: list[int]) -> None:
 def save_all(folder: str, point: int, report: Connection) -> None:
     passed = [0]
     die_at(point, passed)
-    checkpoints = Checkpoints(Path(folder), keep=2, run="mine", background=False)
+    checkpoints = Checkpoints(Path(folder), keep=2, run="mine")
     for number, (step, best) in enumerate(SCRIPT):
-        checkpoints.save(Snapshot(step, tensors(step, number), {"number": number}), best=best)
+        checkpoints.save(Snapshot(step, make_tensors(step, number), {"number": number}), best=best)
+        checkpoints.wait()
         report.send(number)
     report.send(("points", passed[0]))
 
@@ -79,7 +72,7 @@ def save_all(folder: str, point: int, report: Connection) -> None:
 def save_for_ever(folder: str, report: Connection) -> None:
     checkpoints = Checkpoints(Path(folder), keep=2, run="mine")
     for step in range(10_000):
-        checkpoints.save(Snapshot(step, tensors(step), {"number": step}), best=step % 3 == 0)
+        checkpoints.save(Snapshot(step, make_tensors(step), {"number": step}), best=step % 3 == 0)
         report.send(step)
 
 
@@ -110,15 +103,13 @@ def check_all_is_well(folder: Path, last: int) -> None:
     number = found.state["number"]
     assert number in (last, last + 1)
     assert found.step == SCRIPT[number][0]
-    assert equal(found.read_tensors(), tensors(found.step, number))
+    assert all_bits(found.read_tensors()) == all_bits(make_tensors(found.step, number))
     best = checkpoints.find_best()
     bests = [n for n, (_, is_best) in enumerate(SCRIPT[: number + 1]) if is_best]
     assert (best.state["number"] if best else None) == (bests[-1] if bests else None)
-    checkpoints.save(Snapshot(6, tensors(6), {}))
+    checkpoints.save(Snapshot(6, make_tensors(6), {}))
     checkpoints.wait()
-    again = checkpoints.find_newest()
-    assert again is not None
-    assert again.step == 6
+    assert newest(checkpoints).step == 6
     assert said == []
     assert [path.name for path in folder.iterdir() if path.name.startswith(".tmp")] == []
 
@@ -159,15 +150,13 @@ def test_killed_at_any_time(tmp_path: Path) -> None:
             continue
         seen = max(seen, found.step)
         assert found.step >= started_saves[-1] - 1  # the last one reported may still have been on its way
-        assert equal(found.read_tensors(), tensors(found.step))
+        assert all_bits(found.read_tensors()) == all_bits(make_tensors(found.step))
         shutil.rmtree(tmp_path)
     assert seen > 2
 
 
 def test_a_file_size_limit_is_one_sentence_and_costs_nothing(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(Snapshot(1, tensors(1), {}))
-    checkpoints.wait()
+    checkpoints = save_steps(tmp_path, 1)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
@@ -181,11 +170,9 @@ def test_a_file_size_limit_is_one_sentence_and_costs_nothing(tmp_path: Path) -> 
         "raise the limit on the size of files and resume, the checkpoints before it are untouched."
     )
     checkpoints.wait()
-    assert [path.name for path in tmp_path.iterdir()] == ["step-0000000001"]
-    checkpoints.save(Snapshot(3, tensors(3), {}))
-    found = checkpoints.find_newest()
-    assert found is not None
-    assert equal(found.read_tensors(), tensors(3))
+    assert names(tmp_path) == ["step-0000000001"]
+    checkpoints.save(Snapshot(3, make_tensors(3), {}))
+    assert all_bits(newest(checkpoints).read_tensors()) == all_bits(make_tensors(3))
 
 
 FULL = """
@@ -208,7 +195,9 @@ found = Checkpoints(folder).find_newest()
 print(found.step, found.read_tensors()["model.w"].unique().tolist())
 if not subprocess.run(["mount", "-o", "remount,ro", folder]).returncode:
     try:
-        Checkpoints(folder, background=False).save(Snapshot(7, {}, {}))
+        checkpoints = Checkpoints(folder)
+        checkpoints.save(Snapshot(7, {}, {}))
+        checkpoints.wait()
     except CheckpointError as error:
         print(error)
 """
@@ -250,19 +239,15 @@ def test_every_refusal_of_the_disk_is_one_sentence(
     def refuse(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(Snapshot(1, tensors(1), {}))
-    checkpoints.wait()
+    checkpoints = save_steps(tmp_path, 1)
     with monkeypatch.context() as patch:
         patch.setattr(module, name, refuse)
-        checkpoints.save(Snapshot(2, tensors(2), {}))
+        checkpoints.save(Snapshot(2, make_tensors(2), {}))
         message = f"of step 2 could not be written to .*: {os.strerror(number)}; {advice} and resume"
         with pytest.raises(CheckpointError, match=message):
-            checkpoints.save(Snapshot(3, tensors(3), {}))
-    assert [path.name for path in tmp_path.iterdir()] == ["step-0000000001"]
-    found = checkpoints.find_newest()
-    assert found is not None
-    assert equal(found.read_tensors(), tensors(1))
+            checkpoints.save(Snapshot(3, make_tensors(3), {}))
+    assert names(tmp_path) == ["step-0000000001"]
+    assert all_bits(newest(checkpoints).read_tensors()) == all_bits(make_tensors(1))
 
 
 def test_an_old_checkpoint_that_cannot_be_deleted_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,6 +258,6 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_told(tmp_path: Path, monkey
     checkpoints = Checkpoints(tmp_path, keep=1, say=said.append)
     monkeypatch.setattr(retention.shutil, "rmtree", refuse)
     for step in (1, 2):
-        checkpoints.save(Snapshot(step, tensors(step), {}))
+        checkpoints.save(Snapshot(step, make_tensors(step), {}))
     checkpoints.wait()
     assert said == [f"the old checkpoint {tmp_path / 'step-0000000001'} could not be deleted: Device or resource busy."]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoint_tools import all_bits, newest
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -44,14 +45,8 @@ def named(model: nn.Module, optimiser: torch.optim.Optimizer) -> dict[str, Tenso
     return tensors
 
 
-def bits(tensor: Tensor) -> tuple[str, list[int], bytes]:
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    content = whole.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return str(whole.dtype), list(whole.shape), content
-
-
-def all_bits(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    return {name: bits(tensor) for name, tensor in tensors.items()}
+def whole_bits(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    return all_bits({n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in tensors.items()})
 
 
 def save_sharded(folder: Path) -> dict[str, Any]:
@@ -60,7 +55,7 @@ def save_sharded(folder: Path) -> dict[str, Any]:
     checkpoints = Checkpoints(folder, run="mine")
     for step in (1, 2, 3):
         checkpoints.save(Snapshot(step, tensors, {"losses": [0.5] * step}), best=step == 1)
-    return all_bits(tensors)
+    return whole_bits(tensors)
 
 
 def load_sharded(folder: Path) -> list[tuple[str, int, dict[str, Any]]]:
@@ -70,10 +65,9 @@ def load_sharded(folder: Path) -> list[tuple[str, int, dict[str, Any]]]:
         tensors = named(model, optimiser)
         for tensor in tensors.values():
             tensor.zero_()
-        found = Checkpoints(folder / writers, run="mine").find_newest()
-        assert found is not None
+        found = newest(Checkpoints(folder / writers, run="mine"))
         found.load_into(tensors)
-        loaded.append((str(found.path), found.step, all_bits(named(model, optimiser))))
+        loaded.append((str(found.path), found.step, whole_bits(named(model, optimiser))))
     return loaded
 
 
@@ -82,7 +76,7 @@ def one_process(folder: Path) -> dict[str, Any]:
     checkpoints = Checkpoints(folder, run="mine")
     checkpoints.save(Snapshot(3, tensors, {}))
     checkpoints.wait()
-    return all_bits(tensors)
+    return whole_bits(tensors)
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +101,7 @@ def test_any_number_of_ranks_reads_what_any_number_wrote(written: tuple[Path, di
 def test_one_process_reads_what_several_ranks_wrote(written: tuple[Path, dict[str, Any]], writers: int) -> None:
     folder, wanted = written
     checkpoints = Checkpoints(folder / str(writers), run="mine")
-    found, best = checkpoints.find_newest(), checkpoints.find_best()
-    assert found is not None
+    found, best = newest(checkpoints), checkpoints.find_best()
     assert best is not None
     assert (found.step, best.step, found.state) == (3, 1, {"losses": [0.5] * 3, "step": 3})
     assert all_bits(found.read_tensors()) == wanted
@@ -116,7 +109,7 @@ def test_one_process_reads_what_several_ranks_wrote(written: tuple[Path, dict[st
     for tensor in tensors.values():
         tensor.zero_()
     found.load_into(tensors)
-    assert all_bits(tensors) == wanted
+    assert whole_bits(tensors) == wanted
     files = [f"shard-{rank:05d}-model-00001-of-00001.safetensors" for rank in range(1, writers + 1)]
     assert sorted(os.listdir(found.path)) == ["manifest.json", *files]
 
@@ -138,8 +131,7 @@ def test_damage_to_a_part_is_noticed(written: tuple[Path, dict[str, Any]], tmp_p
         content[-1] ^= 1
         second.write_bytes(content)
     said: list[str] = []
-    found = Checkpoints(run, run="mine", say=said.append).find_newest()
-    assert found is not None
+    found = newest(Checkpoints(run, run="mine", say=said.append))
     assert found.step == 2
     assert all_bits(found.read_tensors()) == wanted
     assert "step-0000000003 cannot be trusted: shard-0000" in said[0]
@@ -164,18 +156,16 @@ def save_every_way(folder: Path) -> dict[str, Any]:
     tensors = every_way(4)
     checkpoints = Checkpoints(folder)
     checkpoints.save(Snapshot(1, tensors, {}))
-    found = checkpoints.find_newest()
-    assert found is not None
+    found = newest(checkpoints)
     targets = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     found.load_into(targets)
-    return all_bits(targets)
+    return whole_bits(targets)
 
 
 def test_every_way_of_spreading(tmp_path: Path) -> None:
     wanted = all_bits(every_way(1))
     assert run_on_ranks(4, save_every_way, tmp_path / "run") == [wanted] * 4
-    found = Checkpoints(tmp_path / "run").find_newest()
-    assert found is not None
+    found = newest(Checkpoints(tmp_path / "run"))
     assert all_bits(found.read_tensors()) == wanted
     written = sum(os.path.getsize(path) for path in found.path.glob("*.safetensors"))
     assert written < sum(len(content) for _, _, content in wanted.values()) + 4 * 2500  # replicas are written once

@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import Settings
+from tiny import Settings, losses, train_in_two
 from torch._inductor.compile_fx import compile_fx
 
 from qklab.model import Decoder, recipe
 from qklab.runs import RunDirectory
 from qklab.testing.numerics import within_budget
 from qklab.train.launch import train
-from qklab.train.loop import Loop
 from qklab.train.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -62,27 +61,23 @@ def test_a_run_on_a_gpu_goes_on_where_it_stopped(settings: Settings, tmp_path: P
     changes = {"execution": {"device": "cuda", "compile": "no", "checkpoint_steps": 5}}
     spec, execution = settings(**changes)
     train(spec, tmp_path / "whole", execution)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Loop, "stopping", lambda self, stop: self.state.step == 7)
-        assert train(spec, tmp_path / "parts", execution).status == "interrupted"
-    assert train(spec, tmp_path / "parts", execution).status == "finished"
-    whole, parts = ([r["loss"] for r in RunDirectory(tmp_path / n).metrics("train")] for n in ("whole", "parts"))
-    assert len(parts) == 12
-    assert parts == pytest.approx(whole, abs=1e-3)
+    train_in_two(7, spec, execution, tmp_path / "parts")
+    assert len(losses(tmp_path / "parts")) == 12
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), abs=1e-3)
 
 
 def test_a_bad_step_is_skipped_by_the_device_itself(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, execution = settings(execution={"device": "cuda", "compile": "no"}, max_skips=3)
-    plain, before = Trainer.shared, {}
+    plain, before = Trainer.average_over_ranks, {}
 
-    def shared(self: Trainer, nats: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    def average(self: Trainer, nats: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
         step = self.state.step + 1
         before[step] = self.decoder.embed.weight.detach().clone()
         return plain(self, nats * math.nan if step in (3, 6) else nats, norm)
 
-    monkeypatch.setattr(Trainer, "shared", shared)
+    monkeypatch.setattr(Trainer, "average_over_ranks", average)
     outcome = train(spec, tmp_path / "run", execution)
     assert outcome.summary is not None
     assert outcome.summary["skipped_steps"] == 2

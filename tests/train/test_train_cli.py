@@ -149,7 +149,7 @@ def test_the_run_file_in_the_documentation_is_a_run() -> None:
     found = re.search(r"^```toml\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     assert found is not None
     spec, execution = resolve_run(tomllib.loads(found[1]))
-    assert spec.model.attention.name == "(Q,K=V) · leapfrog×1 · qk-norm"
+    assert spec.model.pattern[0].name == "(Q,K=V) · leapfrog×1 · qk-norm"
     assert spec.steps == 489
     assert execution.sinks == "tensorboard"
 

@@ -45,7 +45,7 @@ def attend(q: Tensor, stored: KeyValue, scale: float, visibility: Visibility, bi
     Query head h reads key/value head ⌊h·G/H⌋.
     """
     if visibility.slots.cached and bias is None:
-        table = None if stored.positions is None else stored.positions.key_table
+        table = None if stored.positions is None else stored.positions.every_table
         within = render_range(visibility)
         width = stored.value_width
         return decode(q, stored.key, stored.value, scale=scale, angles=table, value_width=width, **within)

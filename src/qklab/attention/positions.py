@@ -59,35 +59,35 @@ def check_packing(shape: torch.Size, segments: Tensor | None, cache: Cache | Non
 class Positions(NamedTuple):
     """Places of the T new tokens in their own texts, from 0, and what RoPE turns them by."""
 
-    index: Tensor  # [B or 1, T]
+    new: Tensor  # [B or 1, T]
     angles: Angles | None = None  # cos, sin [B or 1, T, 1, r/2]
     tables: Angles | None = None  # the same for `apply_rope_tables`, where a cache is read step by step
-    key_index: Tensor | None = None  # [B or 1, S], of all tokens, where cached keys are turned on reading
-    key_table: Angles | None = None  # cos, sin [S, r/2] by position, there
+    every: Tensor | None = None  # [B or 1, S], of all tokens, where cached keys are turned on reading
+    every_table: Angles | None = None  # cos, sin [S, r/2] by position, there
 
 
 def find_positions(spec: AttentionSpec, slots: TokenSlots, dtype: torch.dtype) -> Positions:
     """Positions restart with every packed text, and start after the left padding."""
     if slots.texts is not None:
         starts = text_starts(slots.texts)
-        index = slots.new - torch.where(starts, slots.new, 0).cummax(1).values
+        new = slots.new - torch.where(starts, slots.new, 0).cummax(1).values
     else:
-        index = count_from(slots.starts, slots.new)
+        new = count_from(slots.starts, slots.new)
     if not spec.rotated_width:
-        return Positions(index)
+        return Positions(new)
 
     def turn_at(positions: Tensor) -> Angles:
         precision = torch.float64 if dtype == torch.float64 else torch.float32
         return rope_angles(positions, spec.rotated_width, spec.rope_base, precision)
 
-    angles = turn_at(index)
+    angles = turn_at(new)
     if not slots.cached:
-        return Positions(index, angles)
+        return Positions(new, angles)
     tables = None if torch.compiler.is_compiling() else rope_tables(angles)
     if spec.kv_rotation != "on-read":
-        return Positions(index, angles, tables)
+        return Positions(new, angles, tables)
     cos, sin = turn_at(slots.every[None])
-    return Positions(index, angles, tables, count_from(slots.starts, slots.every), (cos[0, :, 0], sin[0, :, 0]))
+    return Positions(new, angles, tables, count_from(slots.starts, slots.every), (cos[0, :, 0], sin[0, :, 0]))
 
 
 def count_from(starts: Tensor | None, slots: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def rotate_new(x: Tensor, positions: Positions, inverse: bool = False) -> Tensor
 
 def rotate_every(k: Tensor, positions: Positions) -> Tensor:
     """R_p k [B, S, heads, D] at the positions of all tokens."""
-    if positions.key_index is None or positions.key_table is None:
+    if positions.every is None or positions.every_table is None:
         return rotate_new(k, positions)
-    cos, sin = (table[positions.key_index][:, :, None] for table in positions.key_table)
+    cos, sin = (table[positions.every][:, :, None] for table in positions.every_table)
     return apply_rope(k, (cos, sin))

@@ -120,7 +120,7 @@ class Asymmetry2D(nn.Module):
         index = torch.arange(self.channels - column, device=q.device)
         precision = torch.promote_types(dtype, torch.float32)
         frequency = torch.exp(-math.log(10_000.0) * (index - index % 2).to(precision) / len(index))
-        angle = positions.index[:, :, None].to(precision) * frequency
+        angle = positions.new[:, :, None].to(precision) * frequency
         sinusoid = torch.where(index % 2 == 0, angle.sin(), angle.cos())
         return q, (sinusoid * self.weight[column:]).sum(-1).to(dtype)[:, None, None, :]
 
@@ -135,7 +135,7 @@ class LearnedPositions(nn.Module):
 
     def forward(self, positions: Positions) -> Tensor:
         """Embeddings [B or 1, T, width] of the tokens' positions, which restart with every packed segment."""
-        return nn.functional.embedding(positions.index, self.weight)
+        return nn.functional.embedding(positions.new, self.weight)
 
 
 POSITIONS = ("rope", "learned", "none")

@@ -52,7 +52,7 @@ class EvalCommand:
         )
         if self.out is not None:
             write_json(self.out, found)
-        Console(width=None if sys.stdout.isatty() else 140).print(scores.table(found))
-        for remark in scores.remarks(found):
+        Console(width=None if sys.stdout.isatty() else 140).print(scores.make_score_table(found))
+        for remark in scores.list_remarks(found):
             print(remark)
         return 0

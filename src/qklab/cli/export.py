@@ -20,8 +20,8 @@ class ExportCommand:
 
     def execute(self) -> int:
         try:
-            from qklab.hf.export import export
+            from qklab.hf.export import export_run
         except ImportError as error:
             raise ValueError(str(error)) from error
-        print(export(self.run, self.folder, "best" if self.best else "newest"))
+        print(export_run(self.run, self.folder, "best" if self.best else "newest"))
         return 0

@@ -22,7 +22,7 @@ from qklab.data.sources import SPLITS, Source, find_source, find_source_path
 from qklab.data.spec import DataError, DataSpec
 from qklab.data.tokenizer import Tokenizer
 from qklab.data.workers import EncoderPool
-from qklab.runs.environment import count_cores
+from qklab.runs.environment import count_cores, find_cache_root
 from qklab.runs.files import lock_file, remove_temporaries, write_json
 
 BATCH_BYTES = 2**19
@@ -73,11 +73,9 @@ def prepare_corpus(
 
 def cache_folder(spec: DataSpec, source: Source) -> Path:
     """Where a corpus is kept unless told otherwise; a changed source or spec gets another folder."""
-    root = os.environ.get("QKLAB_CACHE")
-    root = Path(root) if root else Path.home() / ".cache" / "qklab"
     settings = {**deciding_settings(spec.to_dict()), "format": FORMAT, "source": source.list_contents()}
     name = re.sub(r"[^A-Za-z0-9]+", "-", spec.source).strip("-")[-40:] or "corpus"
-    return root / "corpora" / f"{name}-{hash_content(settings)[:12]}"
+    return find_cache_root() / "corpora" / f"{name}-{hash_content(settings)[:12]}"
 
 
 @contextlib.contextmanager

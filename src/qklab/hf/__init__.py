@@ -15,9 +15,9 @@ except ImportError as error:
         f"qklab.hf needs Transformers 5.17 or newer ({error}); install it with: pip install -U 'qklab[hf]'"
     ) from error
 
-from qklab.hf.cache import QKLabCache, cache_bytes
+from qklab.hf.cache import QKLabCache, count_cache_bytes
 from qklab.hf.config import QKLabConfig
-from qklab.hf.convert import convert, load, load_adapter, revert, save_adapter
+from qklab.hf.convert import convert, load_adapter, load_converted, revert, save_adapter
 from qklab.hf.export import to_transformers
 from qklab.hf.model import QKLabForCausalLM, QKLabForSequenceClassification, QKLabModel
 
@@ -32,10 +32,10 @@ __all__ = [
     "QKLabForCausalLM",
     "QKLabForSequenceClassification",
     "QKLabModel",
-    "cache_bytes",
     "convert",
-    "load",
+    "count_cache_bytes",
     "load_adapter",
+    "load_converted",
     "revert",
     "save_adapter",
     "to_transformers",

@@ -1,7 +1,7 @@
 """Transformers' cache layers around `qklab.attention.cache`: what is owned is exactly what the spec needs.
 
 Keys and values for (Q,K,V), one tensor for (Q,K=V), the latent for MLA. `generate` makes a `DynamicCache` or a
-`StaticCache` of Transformers; `own_layers` exchanges its layers, while they are empty, for those below.
+`StaticCache` of Transformers; `adopt_cache_layers` exchanges its layers, while they are empty, for those below.
 """
 
 from collections.abc import Sequence
@@ -202,16 +202,16 @@ class QKLabCache(Cache):
 
     def __init__(self, config: Any, max_cache_len: int | None = None):
         spec = config.decoder_spec
-        super().__init__(layers=new_layers(spec.attentions, max_cache_len))
+        super().__init__(layers=make_cache_layers(spec.attentions, max_cache_len))
 
 
-def new_layers(specs: Sequence[AttentionSpec], max_cache_len: int | None) -> list[Any]:
+def make_cache_layers(specs: Sequence[AttentionSpec], max_cache_len: int | None) -> list[Any]:
     if max_cache_len is None:
         return [QKLabCacheLayer(spec) for spec in specs]
     return [QKLabStaticLayer(spec, max_cache_len) for spec in specs]
 
 
-def own_layers(past: Any, specs: Sequence[AttentionSpec]) -> list[QKLabCacheLayer]:
+def adopt_cache_layers(past: Any, specs: Sequence[AttentionSpec]) -> list[QKLabCacheLayer]:
     """The layers of a cache, after those of an empty `DynamicCache` or `StaticCache` have been exchanged for ours."""
     if not isinstance(past, Cache) or isinstance(past, EncoderDecoderCache):
         raise ValueError(
@@ -221,7 +221,7 @@ def own_layers(past: Any, specs: Sequence[AttentionSpec]) -> list[QKLabCacheLaye
     if past.offloading:
         raise ValueError(OFFLOADED)
     if not all(isinstance(layer, QKLabCacheLayer) for layer in past.layers) or not past.layers:
-        past.layers = new_layers(specs, replaced_room(past))
+        past.layers = make_cache_layers(specs, find_cache_room(past))
         past.layer_class_to_replicate = None
     found = [layer for layer in past.layers if isinstance(layer, QKLabCacheLayer)]
     if [layer.spec for layer in found] != list(specs):
@@ -232,7 +232,7 @@ def own_layers(past: Any, specs: Sequence[AttentionSpec]) -> list[QKLabCacheLaye
     return found
 
 
-def replaced_room(past: Cache) -> int | None:
+def find_cache_room(past: Cache) -> int | None:
     """The capacity of an empty cache of Transformers, None for one that grows; others are refused."""
     kinds = {type(layer) for layer in past.layers}
     plain = type(past) in (DynamicCache, StaticCache) and kinds <= {DynamicLayer, StaticLayer}
@@ -245,11 +245,11 @@ def replaced_room(past: Cache) -> int | None:
     return int(past.get_max_length()) if kinds == {StaticLayer} else None
 
 
-def cache_bytes(past: Cache) -> int:
+def count_cache_bytes(past: Cache) -> int:
     """Bytes that the cache of a qklab model owns, filled or not."""
     return sum(layer.bytes for layer in past.layers if isinstance(layer, QKLabCacheLayer))
 
 
-def filled_bytes(past: Cache) -> int:
+def count_filled_bytes(past: Cache) -> int:
     """Bytes of the tokens a cache holds: `DecoderSpec.cache_bytes(tokens, dtype)` for every row."""
     return sum(layer.bytes - layer.spare_bytes for layer in past.layers if isinstance(layer, QKLabCacheLayer))

@@ -71,7 +71,7 @@ class QKLabConfig(PreTrainedConfig):
             raise ValueError(
                 "QKLabConfig needs spec, a DecoderSpec or its dict, e.g. QKLabConfig(spec=qklab.recipe('nano'))."
             )
-        spec = self.spec if isinstance(self.spec, DecoderSpec) else DecoderSpec.from_dict(checked_mapping(self.spec))
+        spec = self.spec if isinstance(self.spec, DecoderSpec) else DecoderSpec.from_dict(check_mapping(self.spec))
         for name, value in DERIVED.items():
             given = self.__dict__.get(name)
             if given is not None and given != value(spec):
@@ -79,7 +79,7 @@ class QKLabConfig(PreTrainedConfig):
                     f"{name}={format_value(given)} came beside a spec in which it is {format_value(value(spec))}; "
                     f"leave {name} out or change the spec."
                 )
-        self.follow(spec)
+        self.set_spec(spec)
         super().__post_init__(**kwargs)
 
     @property
@@ -97,7 +97,7 @@ class QKLabConfig(PreTrainedConfig):
         found = [name for spec in self.decoder_spec.pattern for name in name_projections(spec)]
         return [*dict.fromkeys(found), "output"]
 
-    def follow(self, spec: DecoderSpec) -> None:
+    def set_spec(self, spec: DecoderSpec) -> None:
         """Take this spec, and everything that follows from it."""
         values = {"spec": spec.to_dict()} | {name: value(spec) for name, value in DERIVED.items()}
         self.__dict__.update(values)
@@ -106,7 +106,7 @@ class QKLabConfig(PreTrainedConfig):
         if key not in DERIVED or not isinstance(self.__dict__.get("spec"), dict) or "_name_or_path" not in vars(self):
             super().__setattr__(key, value)
         elif key in CHANGED:
-            self.follow(self.decoder_spec.replace(**{CHANGED[key]: value}))
+            self.set_spec(self.decoder_spec.replace(**{CHANGED[key]: value}))
         elif value != self.__dict__[key]:
             raise ValueError(
                 f"{key} follows from the spec and is {format_value(self.__dict__[key])} there, but "
@@ -122,7 +122,7 @@ def name_projections(spec: AttentionSpec) -> list[str]:
     return [*["query"] * kind.own_query, "key", *["value"] * kind.own_value]
 
 
-def checked_mapping(spec: Any) -> Mapping[str, Any]:
+def check_mapping(spec: Any) -> Mapping[str, Any]:
     if not isinstance(spec, Mapping):
         raise ValueError(f"spec must be a DecoderSpec or its dict, but {format_value(spec)} came.")
     return spec

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from qklab.hf.local_tasks import PREFIX, TASKS, local_task
-from qklab.hf.scores import asked, rows
+from qklab.hf.local_tasks import PREFIX, TASKS, make_local_task
+from qklab.hf.scores import describe_tasks, list_scores
 from qklab.runs.directory import RunDirectory
 from qklab.runs.environment import describe_environment, find_commit, find_version
 from qklab.schema import suggest_name
@@ -27,7 +27,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "voc
 NEEDED = ("lm_eval", "transformers", "accelerate", "datasets")
 
 
-def required() -> None:
+def require_harness() -> None:
     """One sentence where the harness, or what its model class needs, is missing."""
     from importlib.util import find_spec
 
@@ -36,42 +36,42 @@ def required() -> None:
         raise ValueError(f"evaluation needs {', '.join(missing)}, which is not installed: pip install 'qklab[eval]'.")
 
 
-def load(
+def load_for_evaluation(
     folder: Path, which: Literal["newest", "best"] = "newest", device: str = "cpu"
 ) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase", dict[str, Any]]:
-    """The model and tokenizer of a run directory or of a Transformers folder, and what is to be told about it."""
-    refuse_other(folder)
+    """The model and tokenizer of a run directory or of a Transformers folder, and what is to be facts about it."""
+    refuse_other_folder(folder)
     if (folder / "run.json").exists():
         from qklab.hf.export import to_transformers
 
         record = RunDirectory(folder).read()
         model, tokenizer = to_transformers(folder, which)
-        told = {"run": record["id"], "which": which, "fingerprint": record.get("fingerprint")}
+        facts = {"run": record["id"], "which": which, "fingerprint": record.get("fingerprint")}
     else:
-        model, tokenizer = from_folder(folder)
-        told = {"fingerprint": hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()}
-    told = {"folder": str(folder), **told, "weights": weights_hash(model)}
+        model, tokenizer = load_folder(folder)
+        facts = {"fingerprint": hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()}
+    facts = {"folder": str(folder), **facts, "weights": hash_weights(model)}
     model = model.to(device).eval()  # pyright: ignore[reportArgumentType]
-    return model, tokenizer, told
+    return model, tokenizer, facts
 
 
-def weights_hash(model: torch.nn.Module) -> str:
+def hash_weights(model: torch.nn.Module) -> str:
     """SHA-256 of all weights in the order of their names, so that a run and its export have the same."""
-    told = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
-        told.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        told.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return told.hexdigest()
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
-def refuse_other(folder: Path) -> None:
+def refuse_other_folder(folder: Path) -> None:
     if not (folder / "run.json").exists() and not (folder / "config.json").exists():
         raise ValueError(
             f"{folder} is neither a run directory (it has no run.json) nor a Transformers model (no config.json)."
         )
 
 
-def from_folder(folder: Path) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
+def load_folder(folder: Path) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
     """A Transformers folder, ours or another's, from safetensors and JSON alone."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -91,7 +91,7 @@ def from_folder(folder: Path) -> tuple["PreTrainedModel", "PreTrainedTokenizerBa
     return model, tokenizer
 
 
-class Found(NamedTuple):
+class FoundTasks(NamedTuple):
     """Tasks and groups of the harness, its task manager, and the hashes of local files."""
 
     tasks: list[Any]
@@ -99,7 +99,7 @@ class Found(NamedTuple):
     hashes: dict[str, dict[str, str]]
 
 
-def found_tasks(names: Sequence[str], data: Path | None, fewshot: int | None) -> Found:
+def find_tasks(names: Sequence[str], data: Path | None, fewshot: int | None) -> FoundTasks:
     """What these names stand for."""
     from lm_eval.tasks import TaskManager
 
@@ -112,17 +112,17 @@ def found_tasks(names: Sequence[str], data: Path | None, fewshot: int | None) ->
     hashes: dict[str, dict[str, str]] = {}
     local = [name for name in names if name.startswith(PREFIX)]
     for name in local:
-        task, hashes[name] = local_task(name.removeprefix(PREFIX), data)
+        task, hashes[name] = make_local_task(name.removeprefix(PREFIX), data)
         tasks.append(task)
     manager = TaskManager(include_defaults=len(local) < len(names))
     for name in names:
         if name not in local:
-            tasks += own_tasks(manager, name)
+            tasks += load_harness_tasks(manager, name)
     refuse_fewshot(tasks, fewshot)
-    return Found(tasks, manager, hashes)
+    return FoundTasks(tasks, manager, hashes)
 
 
-def own_tasks(manager: Any, name: str) -> list[Any]:
+def load_harness_tasks(manager: Any, name: str) -> list[Any]:
     """What the harness itself knows by `name`; it downloads the data."""
     here = f"; {PREFIX}{name} reads local files instead" if name in TASKS else ""
     if name not in manager.all_tasks:
@@ -138,7 +138,7 @@ def own_tasks(manager: Any, name: str) -> list[Any]:
     return [loaded["groups"][name]] if name in loaded["groups"] else list(loaded["tasks"].values())
 
 
-def scorer(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", batch_size: int) -> Any:
+def make_scorer(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", batch_size: int) -> Any:
     """The harness's model around ours; it counts the texts whose beginning did not fit."""
     from lm_eval.models import huggingface
 
@@ -168,7 +168,7 @@ def scorer(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", batch
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def silence_harness() -> Iterator[None]:
     """The harness's progress and errors on stderr, without its advice."""
     names = ("lm_eval", "huggingface_hub", "datasets")
     levels = {name: logging.getLogger(name).level for name in names}
@@ -215,10 +215,10 @@ def evaluate(
     A row has task, metric, value, stderr (None where the harness has none), n and higher_is_better; members of a group
     name it under "group". `cut` counts the texts that were longer than the model's `context` tokens.
     """
-    required()
-    check(limit, batch_size, fewshot)
-    with quiet():
-        return scored(model, tokenizer, found_tasks(tasks, data, fewshot), limit, batch_size, fewshot, seed)
+    require_harness()
+    check_numbers(limit, batch_size, fewshot)
+    with silence_harness():
+        return run_harness(model, tokenizer, find_tasks(tasks, data, fewshot), limit, batch_size, fewshot, seed)
 
 
 def evaluate_folder(
@@ -234,16 +234,16 @@ def evaluate_folder(
     seed: int = 0,
 ) -> dict[str, Any]:
     """`evaluate` for a run directory or a Transformers folder, with commit, machine, versions and settings."""
-    required()
-    check(limit, batch_size, fewshot)
+    require_harness()
+    check_numbers(limit, batch_size, fewshot)
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device is cuda, but torch sees no CUDA device; leave it out or use cpu.")
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    refuse_other(folder)
-    with quiet():
-        found = found_tasks(tasks, data, fewshot)
-        model, tokenizer, told = load(folder, which, device)
-        scores = scored(model, tokenizer, found, limit, batch_size, fewshot, seed)
+    refuse_other_folder(folder)
+    with silence_harness():
+        found = find_tasks(tasks, data, fewshot)
+        model, tokenizer, facts = load_for_evaluation(folder, which, device)
+        scores = run_harness(model, tokenizer, found, limit, batch_size, fewshot, seed)
     packages = {name: find_version(name) for name in ("lm_eval", "datasets", "accelerate")}
     machine = describe_environment(
         {"type": device} | ({"name": torch.cuda.get_device_name()} if device == "cuda" else {})
@@ -253,7 +253,7 @@ def evaluate_folder(
         "date": date.today().isoformat(),
         "commit": find_commit(),
         "environment": machine | {"packages": machine["packages"] | packages},
-        "model": told | {"dtype": str(model.dtype).removeprefix("torch."), "parameters": model.num_parameters()},
+        "model": facts | {"dtype": str(model.dtype).removeprefix("torch."), "parameters": model.num_parameters()},
         "settings": {
             "tasks": list(tasks),
             "data": None if data is None else str(data),
@@ -266,16 +266,16 @@ def evaluate_folder(
     }
 
 
-def check(limit: int | None, batch_size: int, fewshot: int | None) -> None:
+def check_numbers(limit: int | None, batch_size: int, fewshot: int | None) -> None:
     for name, value, least in (("limit", limit, 1), ("batch_size", batch_size, 1), ("fewshot", fewshot, 0)):
         if value is not None and value < least:
             raise ValueError(f"{name} must be at least {least}, but {value} came.")
 
 
-def scored(
+def run_harness(
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",
-    found: Found,
+    found: FoundTasks,
     limit: int | None,
     batch_size: int,
     fewshot: int | None,
@@ -284,7 +284,7 @@ def scored(
     """What the harness says."""
     import lm_eval
 
-    lm = scorer(model, tokenizer, batch_size)
+    lm = make_scorer(model, tokenizer, batch_size)
     harness: Any = lm_eval.simple_evaluate
     results = harness(
         model=lm,
@@ -299,4 +299,9 @@ def scored(
         torch_random_seed=seed,
         fewshot_random_seed=seed,
     )
-    return {"rows": rows(results), "tasks": asked(results, found.hashes), "cut": lm.cut, "context": lm.max_length}
+    return {
+        "rows": list_scores(results),
+        "tasks": describe_tasks(results, found.hashes),
+        "cut": lm.cut,
+        "context": lm.max_length,
+    }

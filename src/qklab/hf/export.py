@@ -20,7 +20,7 @@ from qklab.train.spec import RunSpec
 END_OF_TEXT = "<|endoftext|>"
 
 
-def export(run: Path | str, folder: Path | str, which: Which = "newest") -> Path:
+def export_run(run: Path | str, folder: Path | str, which: Which = "newest") -> Path:
     """Write the model of a run's newest or best checkpoint into `folder`, which must be new or empty.
 
     It is written aside and renamed, so that what is there is whole. Logits of the export are the run's, bit for bit.
@@ -28,13 +28,13 @@ def export(run: Path | str, folder: Path | str, which: Which = "newest") -> Path
     out, aside = Path(folder), Path(folder).with_name(f".{Path(folder).name}.tmp")
     refuse_occupied(out)
     directory, spec, found = find_checkpoint_of_run(run, which)
-    model, tokenizer = built(directory, spec, found)
+    model, tokenizer = build_model_and_tokenizer(directory, spec, found)
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
-        write_text(aside / "README.md", card(directory, spec, found, which))
+        write_text(aside / "README.md", format_model_card(directory, spec, found, which))
         rename_folder(aside, out)
     except OSError as error:
         raise RunError(
@@ -47,27 +47,27 @@ def export(run: Path | str, folder: Path | str, which: Which = "newest") -> Path
 
 def to_transformers(run: Path | str, which: Which = "newest") -> tuple[QKLabForCausalLM, PreTrainedTokenizerFast]:
     """The model of a run's newest or best checkpoint, in evaluation mode, and its tokenizer, as Transformers' own."""
-    return built(*find_checkpoint_of_run(run, which))
+    return build_model_and_tokenizer(*find_checkpoint_of_run(run, which))
 
 
-def built(
+def build_model_and_tokenizer(
     directory: RunDirectory, spec: RunSpec, found: Checkpoint
 ) -> tuple[QKLabForCausalLM, PreTrainedTokenizerFast]:
     tokenizer = Tokenizer.load(directory.path / "tokenizer.json")
     end = tokenizer.eot
     config = QKLabConfig(spec=spec.model, bos_token_id=end, eos_token_id=end, pad_token_id=end)
     weights = {name.removeprefix("model."): tensor for name, tensor in found.read_tensors("model.").items()}
-    model = with_weights(config, weights)
-    return model, fast_tokenizer(tokenizer, spec.model.context)
+    model = build_with_weights(config, weights)
+    return model, make_fast_tokenizer(tokenizer, spec.model.context)
 
 
-def from_decoder(decoder: Decoder, **config: Any) -> QKLabForCausalLM:
+def wrap_decoder(decoder: Decoder, **config: Any) -> QKLabForCausalLM:
     """A decoder as a Transformers model that shares its weights; `config` are further fields, e.g. eos_token_id."""
     weights = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
-    return with_weights(QKLabConfig(spec=decoder.spec, **config), weights)
+    return build_with_weights(QKLabConfig(spec=decoder.spec, **config), weights)
 
 
-def with_weights(config: QKLabConfig, weights: dict[str, torch.Tensor]) -> QKLabForCausalLM:
+def build_with_weights(config: QKLabConfig, weights: dict[str, torch.Tensor]) -> QKLabForCausalLM:
     """The model of `config` with a decoder's weights, each by the decoder's own name."""
     with torch.device("meta"):
         model = QKLabForCausalLM(config)
@@ -79,7 +79,7 @@ def with_weights(config: QKLabConfig, weights: dict[str, torch.Tensor]) -> QKLab
     return model.eval()
 
 
-def fast_tokenizer(tokenizer: Tokenizer, context: int) -> PreTrainedTokenizerFast:
+def make_fast_tokenizer(tokenizer: Tokenizer, context: int) -> PreTrainedTokenizerFast:
     """The tokenizer as Transformers' own. It puts end-of-text before a text, as training did; that token written out
     in a text is text."""
     from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
@@ -116,7 +116,7 @@ def refuse_occupied(folder: Path) -> None:
         raise RunError(f"{folder} is not empty; choose a new folder for the export, or empty it first.")
 
 
-def card(directory: RunDirectory, spec: RunSpec, found: Checkpoint, which: Which) -> str:
+def format_model_card(directory: RunDirectory, spec: RunSpec, found: Checkpoint, which: Which) -> str:
     """README.md: what the model is, where it comes from, and how to load it."""
     record, summary = directory.read(), directory.summary()
     corpus = record["spec"]["corpus"]
@@ -129,14 +129,14 @@ def card(directory: RunDirectory, spec: RunSpec, found: Checkpoint, which: Which
         "Tokenizer": f"{corpus['tokenizer']}, SHA-256 {record['data']['tokenizer']}",
         "Checkpoint": f"{which}, step {found.step:,}",
         "Tokens seen": f"{found.step * spec.tokens_per_step:,}",
-        "Last validation loss": shown_loss(found.state.get("validation_loss")),
+        "Last validation loss": format_loss(found.state.get("validation_loss")),
         "Run": f"{record['id']}, settings {record['fingerprint'][:16]}, seed {spec.seed}",
         "Code": f"qklab at commit {record['commit'] or 'unknown'}",
         "Trained with": ", ".join(f"{name} {version}" for name, version in record["environment"]["packages"].items()),
     }
     if summary is not None:
         for split, result in summary["evaluation"].items():
-            facts[f"Loss on all of {split} when the run ended"] = shown_loss(result["loss"])
+            facts[f"Loss on all of {split} when the run ended"] = format_loss(result["loss"])
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
     return f"""---
 library_name: transformers
@@ -164,5 +164,5 @@ The tokenizer puts {END_OF_TEXT}, which began every text of training, before eac
 """
 
 
-def shown_loss(loss: float | None) -> str:
+def format_loss(loss: float | None) -> str:
     return "not measured" if loss is None else f"{loss:.4f} nats per token"

@@ -94,6 +94,7 @@ class ConvertibleFamily(Family):
     inputs: ClassVar[Mapping[str, str]]  # the submodules that make q, k and v → what they make, in order
     output: ClassVar[str]  # the submodule that maps the heads back to the width
     rotated: ClassVar[bool] = True  # whether RoPE turns q and k
+    rotates_halves: ClassVar[bool] = True  # whether its pairs are (x_i, x_{i+r/2}), not (x_2i, x_{2i+1})
     normed: ClassVar[bool] = False  # whether it has q_norm and k_norm of its own
     grouped: ClassVar[bool] = True  # whether its configuration knows key/value heads
     rotary_by_kind: ClassVar[bool] = False  # whether its rotary module wants to know the kind of the layer

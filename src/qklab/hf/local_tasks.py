@@ -63,28 +63,28 @@ TASKS = {
 }
 
 
-def words(value: object) -> bool:
+def is_text(value: object) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
-def several(value: object) -> bool:
-    return isinstance(value, list) and len(value) > 1 and all(words(inner) for inner in value)
+def is_text_list(value: object) -> bool:
+    return isinstance(value, list) and len(value) > 1 and all(is_text(inner) for inner in value)
 
 
 KINDS: dict[str, dict[str, Callable[[object], bool]]] = {
-    "choice": {"query": words, "choices": several},
-    "schema": {"context_options": several, "continuation": words},
-    "pair": {"sentence_good": words, "sentence_bad": words},
-    "cloze": {"context": words, "continuation": words},
+    "choice": {"query": is_text, "choices": is_text_list},
+    "schema": {"context_options": is_text_list, "continuation": is_text},
+    "pair": {"sentence_good": is_text, "sentence_bad": is_text},
+    "cloze": {"context": is_text, "continuation": is_text},
 }
 OPTIONS = {"choice": "choices", "schema": "context_options"}  # of which "gold" says the right one
 
 
-def kind_of(line: Any) -> str | None:
+def find_kind(line: Any) -> str | None:
     return next((kind for kind, keys in KINDS.items() if isinstance(line, dict) and keys.keys() <= line.keys()), None)
 
 
-def unusable(kind: str, line: Any) -> str | None:
+def find_wrong_key(kind: str, line: Any) -> str | None:
     """The key of a line that is missing or wrong."""
     if not isinstance(line, dict):
         return next(iter(KINDS[kind]))
@@ -111,13 +111,13 @@ def read_lines(path: Path) -> tuple[str, list[Line]]:
             line = json.loads(text)
         except ValueError:
             raise ValueError(f"line {place} of {path} is no JSON; fetch the file again.") from None
-        kind = kind or kind_of(line)
+        kind = kind or find_kind(line)
         if kind is None:
             raise ValueError(
                 f"{path} is of no known kind: a line has query, choices and gold; context and continuation; "
                 "context_options, continuation and gold; or sentence_good and sentence_bad."
             )
-        wrong = unusable(kind, line)
+        wrong = find_wrong_key(kind, line)
         if wrong:
             raise ValueError(f"line {place} of {path} has no usable {wrong!r}, which each of its lines needs.")
         lines.append(line)
@@ -126,7 +126,7 @@ def read_lines(path: Path) -> tuple[str, list[Line]]:
     return kind, lines
 
 
-def question(kind: str, line: Line, task: LocalTask) -> Line:
+def make_question(kind: str, line: Line, task: LocalTask) -> Line:
     """What the harness is given of a line: `text` and `choices` with `gold`, or `text` and `target`."""
     if kind == "pair":
         return {"text": "", "choices": [line["sentence_good"], line["sentence_bad"]], "gold": 0}
@@ -146,7 +146,7 @@ def question(kind: str, line: Line, task: LocalTask) -> Line:
     return {"text": text, "choices": list(task.choices), "gold": task.choices.index(answer)}
 
 
-def config(name: str, kind: str, task: LocalTask, questions: Sequence[Line]) -> dict[str, Any]:
+def make_task_settings(name: str, kind: str, task: LocalTask, questions: Sequence[Line]) -> dict[str, Any]:
     """The harness's task: how text, choices and target of a question become requests, and what is reported."""
     from datasets import Dataset
 
@@ -184,7 +184,7 @@ def config(name: str, kind: str, task: LocalTask, questions: Sequence[Line]) -> 
     }
 
 
-def found(data: Path, name: str, file: str) -> Path:
+def find_task_file(data: Path, name: str, file: str) -> Path:
     """The file or folder in `data` or one folder below it."""
     places = [data / file, *sorted(path / file for path in data.iterdir() if path.is_dir())]
     there = [place for place in places if place.exists()]
@@ -202,7 +202,7 @@ def found(data: Path, name: str, file: str) -> Path:
     return there[0]
 
 
-def local_task(name: str, data: Path | None) -> tuple[Any, dict[str, str]]:
+def make_local_task(name: str, data: Path | None) -> tuple[Any, dict[str, str]]:
     """A harness task or group for `name` (after "local-"), and the SHA-256 of every file it reads."""
     from lm_eval.api.group import Group
     from lm_eval.api.task import ConfigurableTask
@@ -219,13 +219,17 @@ def local_task(name: str, data: Path | None) -> tuple[Any, dict[str, str]]:
         kind, lines = read_lines(path)
         chosen = task or LocalTask(path.stem, {"choice": NORMED, "cloze": ("acc", "perplexity")}.get(kind, ("acc",)))
         hashes[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
-        return ConfigurableTask(config=config(called, kind, chosen, [question(kind, line, chosen) for line in lines]))
+        return ConfigurableTask(
+            config=make_task_settings(called, kind, chosen, [make_question(kind, line, chosen) for line in lines])
+        )
 
     if task is None or not task.group:
-        return built(found(data, name, f"{task.file if task else name}.jsonl"), PREFIX + name), hashes
-    paths = sorted(found(data, name, task.file).glob("*.jsonl"))
+        return built(find_task_file(data, name, f"{task.file if task else name}.jsonl"), PREFIX + name), hashes
+    paths = sorted(find_task_file(data, name, task.file).glob("*.jsonl"))
     if not paths:
-        raise ValueError(f"{found(data, name, task.file)} holds no .jsonl files, of which {PREFIX}{name} is the mean.")
+        raise ValueError(
+            f"{find_task_file(data, name, task.file)} holds no .jsonl files, of which {PREFIX}{name} is the mean."
+        )
     mean = AggMetricConfig(metric="acc", aggregation="mean", weight_by_size=False)
     group = Group(PREFIX + name, aggregate_metric_list=[mean])
     for path in paths:

@@ -18,9 +18,17 @@ from transformers.utils.generic import can_return_tuple
 
 from qklab.attention.mix import LatentSoftmax
 from qklab.attention.rotate import LearnedPositions
-from qklab.hf.cache import QKLabCacheLayer, new_layers, own_layers
+from qklab.hf.cache import QKLabCacheLayer, adopt_cache_layers, make_cache_layers
 from qklab.hf.config import QUANTISED, QKLabConfig
-from qklab.hf.padding import check_pieces, check_positions, check_shape, ends_in_padding, leading, note_padding, packed
+from qklab.hf.padding import (
+    check_mask_shape,
+    check_one_piece,
+    check_positions,
+    count_left_padding,
+    ends_in_padding,
+    find_packed_texts,
+    update_padding,
+)
 from qklab.model.decoder import Block, Located, call_block, locate_tokens, new_norm, run_blocks
 from qklab.model.initialise import initialise
 
@@ -86,10 +94,10 @@ class QKLabPreTrainedModel(PreTrainedModel):
         held = [] if past_key_values is None else past_key_values.layers
         layers = [layer for layer in held if isinstance(layer, QKLabCacheLayer)]
         if not layers:
-            layers = own_layers(past_key_values, config.decoder_spec.attentions)
+            layers = adopt_cache_layers(past_key_values, config.decoder_spec.attentions)
         if attention_mask is None or not layers[0].started:
             return attention_mask
-        note_padding(layers, attention_mask)
+        update_padding(layers, attention_mask)
         return None
 
 
@@ -138,7 +146,7 @@ class QKLabModel(QKLabPreTrainedModel):
                 "give one of input_ids and inputs_embeds, but " + ("none" if input_ids is None else "both") + " came."
             )
         x = self.embed(input_ids.long()) if input_ids is not None else cast(Tensor, inputs_embeds)
-        layers, past, located = self.begin(x, attention_mask, position_ids, past_key_values, use_cache)
+        layers, past, located = self.locate_inputs(x, attention_mask, position_ids, past_key_values, use_cache)
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         states: list[Tensor] | None = [] if wanted else None
         call = self._gradient_checkpointing_func if self.gradient_checkpointing and self.training else call_block
@@ -151,25 +159,25 @@ class QKLabModel(QKLabPreTrainedModel):
             hidden_states=None if states is None else cast(Any, (*states, x)),
         )
 
-    def begin(
+    def locate_inputs(
         self, x: Tensor, mask: Tensor | None, positions: Tensor | None, past: Cache | None, use_cache: bool | None
     ) -> tuple[list[QKLabCacheLayer] | None, Cache | None, list[Located]]:
         """The layers of the cache, the cache itself, and where the tokens x [B, T, width] stand."""
         spec, (batch, tokens) = self.spec, x.shape[:2]
-        layers = None if past is None else own_layers(past, spec.attentions)
+        layers = None if past is None else adopt_cache_layers(past, spec.attentions)
         if layers is not None and layers[0].started:
-            self.continues(layers, x, mask, positions)
+            self.check_continuation(layers, x, mask, positions)
             self.check_cache()
             return layers, past, locate_tokens(spec.pattern, x, None, layers[0].cache)
         self.check_room(tokens)
         given = None
         if mask is not None and not torch.compiler.is_compiling():
-            check_shape(mask, batch, tokens)
-            check_pieces(mask)
+            check_mask_shape(mask, batch, tokens)
+            check_one_piece(mask)
             given, mask = mask, None if bool((mask != 0).all()) else mask
         segments = None if mask is None else (mask != 0).long()
         if positions is not None and not (torch.compiler.is_compiling() and (mask is not None or layers is not None)):
-            texts = packed(positions, mask, batch, tokens)
+            texts = find_packed_texts(positions, mask, batch, tokens)
             if texts is not None and (layers is not None or use_cache):
                 raise ValueError(
                     "position_ids restart within a row, which packs several texts into it, but nothing can follow "
@@ -177,18 +185,18 @@ class QKLabModel(QKLabPreTrainedModel):
                 )
             segments, use_cache = (segments, use_cache) if texts is None else (texts, False)
         if layers is None and self.makes_cache(use_cache):
-            layers = new_layers(spec.attentions, None)
+            layers = make_cache_layers(spec.attentions, None)
             past = Cache(layers=layers)
         if layers is not None:
             self.check_cache()
             ends = mask is not None and not torch.compiler.is_compiling() and ends_in_padding(mask)
             for layer in layers:
-                layer.pad(None if mask is None else leading(mask))
+                layer.pad(None if mask is None else count_left_padding(mask))
                 layer.right_padded = ends
             layers[0].seen = None if given is None else given.clone()
         return layers, past, locate_tokens(spec.pattern, x, segments, None)
 
-    def continues(
+    def check_continuation(
         self, layers: list[QKLabCacheLayer], x: Tensor, mask: Tensor | None, positions: Tensor | None
     ) -> None:
         """Raise where mask [B, S] or positions [B, T] do not continue what the cache holds."""
@@ -208,8 +216,8 @@ class QKLabModel(QKLabPreTrainedModel):
             )
         self.check_room(before + tokens)
         if mask is not None:
-            check_shape(mask, batch, before + tokens)
-            note_padding(layers, mask)
+            check_mask_shape(mask, batch, before + tokens)
+            update_padding(layers, mask)
         if positions is not None:
             check_positions(positions, before, first.left_padding)
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from qklab.hf.cache import QKLabCacheLayer
 
 
-def leading(mask: Tensor) -> Tensor:
+def count_left_padding(mask: Tensor) -> Tensor:
     """How many zeros each row of a mask [B, S] starts with: [B]."""
     return (mask.cumsum(-1) == 0).sum(-1)
 
@@ -16,7 +16,7 @@ def ends_in_padding(mask: Tensor) -> bool:
     return bool(((mask[:, -1] == 0) & (mask != 0).any(-1)).any())
 
 
-def check_shape(mask: Tensor, batch: int, tokens: int) -> None:
+def check_mask_shape(mask: Tensor, batch: int, tokens: int) -> None:
     """Raise for what is no [batch, tokens] mask."""
     if mask.dim() != 2 or mask.shape != (batch, tokens):
         kind = "a 4-D mask, e.g. of packed texts, is not taken; restart position_ids at 0 for each text instead"
@@ -27,18 +27,18 @@ def check_shape(mask: Tensor, batch: int, tokens: int) -> None:
         )
 
 
-def check_pieces(mask: Tensor) -> None:
+def check_one_piece(mask: Tensor) -> None:
     """Raise for a mask [B, S] with a row whose text is not in one piece. Waits for a GPU to see that."""
     text = mask != 0
     last = mask.shape[1] - (text.flip(-1).cumsum(-1) == 0).sum(-1)  # one past the last token of text
-    if bool((text.sum(-1) != (last - leading(text)).clamp(min=0)).any()):
+    if bool((text.sum(-1) != (last - count_left_padding(text)).clamp(min=0)).any()):
         raise ValueError(
             "attention_mask has zeros between ones, and only padding before or after the text is understood; pad on "
             "one side, or restart position_ids at 0 for each text of a row."
         )
 
 
-def packed(positions: Tensor, mask: Tensor | None, batch: int, tokens: int) -> Tensor | None:
+def find_packed_texts(positions: Tensor, mask: Tensor | None, batch: int, tokens: int) -> Tensor | None:
     """The texts of each row [B, T], numbered, where positions [B or 1, T] restart; None where they do not.
 
     Raises for positions that do not count up from 0 within each text.
@@ -49,7 +49,7 @@ def packed(positions: Tensor, mask: Tensor | None, batch: int, tokens: int) -> T
     if torch.compiler.is_compiling():
         return starts.cumsum(-1)
     if mask is not None and not bool((mask != 0).all()):
-        check_positions(positions, 0, leading(mask), int(leading(mask.flip(-1)).max()))
+        check_positions(positions, 0, count_left_padding(mask), int(count_left_padding(mask.flip(-1)).max()))
         return None
     if bool((positions[starts] != 0).any()):
         raise ValueError(
@@ -75,7 +75,7 @@ def check_positions(positions: Tensor, before: int, padding: Tensor | None, igno
         )
 
 
-def goes_on(seen: Tensor | None, mask: Tensor) -> bool:
+def continues_mask(seen: Tensor | None, mask: Tensor) -> bool:
     """Whether a mask [B, S] is the one `seen` before, and text all the rest. Waits for a GPU only once."""
     if seen is None or seen.device != mask.device or seen.shape[0] != mask.shape[0] or seen.shape[1] > mask.shape[1]:
         return False
@@ -83,14 +83,14 @@ def goes_on(seen: Tensor | None, mask: Tensor) -> bool:
     return bool((before == seen).all() & (new != 0).all())
 
 
-def note_padding(layers: list[QKLabCacheLayer], mask: Tensor) -> None:
+def update_padding(layers: list[QKLabCacheLayer], mask: Tensor) -> None:
     """See that the mask [B, S] leaves the tokens in the cache as they were, and take over how rows begin that were all
     padding until now. Where the mask only went on, which is every step of `generate`, a single look is enough."""
     first = layers[0]
-    if goes_on(first.seen, mask):
+    if continues_mask(first.seen, mask):
         return
-    check_pieces(mask)
-    before, padding = int(first.get_seq_length()), leading(mask)
+    check_one_piece(mask)
+    before, padding = int(first.get_seq_length()), count_left_padding(mask)
     old = torch.zeros_like(padding) if first.left_padding is None else first.left_padding.to(padding.device)
     if not bool(torch.where(old >= before, padding >= before, padding == old).all()):
         raise ValueError(

@@ -118,7 +118,7 @@ class Recorder:
         k, _ = mix.keys_and_values(stored)
         self.compared = factor_scores(mix.scale * raise_precision(q), raise_precision(k), bias)
         self.visible = render_mask(visibility).expand(shape[0], 1, -1, -1)
-        weights, row = from_scores(multiply_heads(*self.compared), self.visible, positions.index.expand(shape))
+        weights, row = from_scores(multiply_heads(*self.compared), self.visible, positions.new.expand(shape))
         self.row = row | from_vectors(self.attention, self.stages) | from_parameters(self.attention)
         if self.keeps_weights:
             self.weights = weights

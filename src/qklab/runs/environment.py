@@ -22,6 +22,11 @@ def describe_environment(device: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def find_cache_root() -> Path:
+    """The folder for what can be made again: the one QKLAB_CACHE names, else one in the user's cache."""
+    return Path(os.environ.get("QKLAB_CACHE") or Path.home() / ".cache" / "qklab")
+
+
 def count_cores() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -100,12 +100,24 @@ def rename_folder(source: Path, target: Path) -> None:
     flush_to_disk(target.parent)
 
 
+def move_file(source: Path, target: Path) -> None:
+    """Put a file in the place of `target`, on the same file system."""
+    flush_to_disk(source)
+    os.replace(source, target)
+    flush_to_disk(target.parent)
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """A copy, for reading: it may be half one if this process is killed."""
+    shutil.copyfile(source, target)
+
+
 def link_file(source: Path, target: Path) -> None:
     """The same file by another name; a copy where the file system has no hard links."""
     try:
         os.link(source, target)
     except OSError:
-        shutil.copyfile(source, target)
+        copy_file(source, target)
 
 
 def open_append(path: Path) -> int:
@@ -145,14 +157,6 @@ def ends_with_newline(path: Path) -> bool:
     with open(path, "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - 1))
         return file.read(1) in (b"", b"\n")
-
-
-def append_line(path: Path, line: str) -> None:
-    file = AppendedFile(path)
-    try:
-        file.append_line(line)
-    finally:
-        file.close()
 
 
 def lock_file(path: Path) -> int | None:

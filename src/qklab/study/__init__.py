@@ -15,7 +15,6 @@ from qklab.study.stats.curves import (
 from qklab.study.stats.equivalence import EquivalenceTest, assess_equivalence
 from qklab.study.stats.paired import FinitePairs, PairedDifference, adjust_holm, compare_paired, separate_diverged
 from qklab.study.stats.power import SeedPlan, plan_more_seeds
-from qklab.study.stats.spread import SpreadRatio, compare_spread
 from qklab.study.verdict import Verdict, judge_arms
 
 __all__ = [
@@ -28,7 +27,6 @@ __all__ = [
     "PairedDifference",
     "SampleEfficiency",
     "SeedPlan",
-    "SpreadRatio",
     "StudySpec",
     "Verdict",
     "adjust_holm",
@@ -36,7 +34,6 @@ __all__ = [
     "compare_along",
     "compare_paired",
     "compare_sample_efficiency",
-    "compare_spread",
     "find_common_loss",
     "find_first_reached",
     "judge_arms",

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from qklab import register
+from qklab.attention.project import PROJECTIONS
 from qklab.data.sources import find_source
 from qklab.model.decoder import Decoder
 from qklab.model.recipes import recipe
@@ -22,25 +24,6 @@ from qklab.train.spec import RunSpec
 
 BASELINE = "standard"
 DEFAULT = (BASELINE, "leapfrog", "affine", "k=v", "qk-norm")
-ARMS: dict[str, dict[str, Any]] = {
-    "standard": {},
-    "euler": {"attention": {"coupling": {"kind": "euler"}}},
-    "symplectic-euler": {"attention": {"coupling": {"kind": "symplectic-euler"}}},
-    "leapfrog": {"attention": {"coupling": {"kind": "leapfrog"}}},
-    "affine": {"attention": {"coupling": {"kind": "affine"}}},
-    "uncoupled": {"attention": {"coupling": {"kind": "uncoupled"}}},
-    "linear": {"attention": {"coupling": {"kind": "linear"}}},
-    "k=v": {"attention": {"share": "k=v"}},
-    "q=k": {"attention": {"share": "q=k"}},
-    "q=k=v": {"attention": {"share": "q=k=v"}},
-    "gqa": {"attention": {"kv_heads": 2}},
-    "mqa": {"attention": {"kv_heads": 1}},
-    "qk-norm": {"attention": {"norm": "qk"}},
-    "differential": {"attention": {"mix": "differential"}},
-    "differential-v2": {"attention": {"mix": "differential-v2"}},
-    "quack": {"logit_control": {"tau": 1.0}},
-    "learned-positions": {"attention": {"position": "learned"}},
-}
 # sizes from small to large: settings that all arms share, and the learning rates each arm tries
 SIZES: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
     "pico": (
@@ -71,14 +54,30 @@ SEEDS = 5  # with three, Holm over four arms and two analyses ask for a differen
 ANALYSES = 2  # one, and one after more seeds, which the answer itself may propose
 
 
+def list_arms() -> dict[str, dict[str, Any]]:
+    """Every arm that has a name, with the settings it changes: each registered mechanism, and a few others."""
+    attention = {
+        **{kind: {"coupling": {"kind": kind}} for kind in register.coupling},
+        **{share: {"share": share} for share in PROJECTIONS if share != "none"},
+        "gqa": {"kv_heads": 2},
+        "mqa": {"kv_heads": 1},
+        **{f"{norm}-norm": {"norm": norm} for norm in register.norm if norm != "none"},
+        **{mix: {"mix": mix} for mix in register.mix if mix != "softmax"},
+        "learned-positions": {"position": "learned"},
+    }
+    arms = {name: {"attention": choices} for name, choices in attention.items()}
+    return {BASELINE: {}, **arms, "quack": {"logit_control": {"tau": 1.0}}}
+
+
 def select_arms(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """The named arms, the baseline first."""
+    arms = list_arms()
     for name in names:
-        if name not in ARMS:
-            raise StudyError(f"there is no arm {name!r}{suggest_name(name, ARMS)}; there are {', '.join(ARMS)}.")
+        if name not in arms:
+            raise StudyError(f"there is no arm {name!r}{suggest_name(name, arms)}; there are {', '.join(arms)}.")
     if not set(names) - {BASELINE}:
-        raise StudyError(f"a comparison needs an arm besides {BASELINE}; there are {', '.join(ARMS)}.")
-    return {name: ARMS[name] for name in dict.fromkeys([BASELINE, *names])}
+        raise StudyError(f"a comparison needs an arm besides {BASELINE}; there are {', '.join(arms)}.")
+    return {name: arms[name] for name in dict.fromkeys([BASELINE, *names])}
 
 
 def share_gpus(slots: WorkerSlots, size: str, at_once: int | None) -> WorkerSlots:

@@ -106,20 +106,20 @@ class Judge:
         words, margin = self.words, self.words.margin
         test, plan, negligible = None, None, False
         if difference is None or split.arm_diverged:
-            word, sentence = "diverged", words.diverged(arm, split, difference)
+            word, sentence = "diverged", words.describe_diverged(arm, split, difference)
         elif p_holm is None:
-            word, sentence = "one seed", words.one_seed(arm, difference)
+            word, sentence = "one seed", words.describe_one_seed(arm, difference)
         else:
             test = assess_equivalence(split.arm, split.baseline, margin, self.alpha)
             if p_holm < self.alpha:
                 word = "better" if (difference.mean < 0) == words.metric.lower_is_better else "worse"
                 negligible = test.equivalent
-                sentence = words.differs(arm, word, difference, p_holm, negligible)
+                sentence = words.describe_differs(arm, word, difference, p_holm, negligible)
             elif test.equivalent:
-                word, sentence = "equivalent", words.equivalent(arm, test)
+                word, sentence = "equivalent", words.describe_equivalent(arm, test)
             else:
                 plan = self.plan_seeds(split) if self.cap else None
-                word, sentence = "open", words.open(arm, difference, p_holm, plan)
+                word, sentence = "open", words.describe_open(arm, difference, p_holm, plan)
         if split.baseline_diverged and word != "diverged":
             sentence += f" Left out: {name_seeds(len(split.baseline_diverged))} at which {words.name} diverged."
         return Verdict(
@@ -170,25 +170,25 @@ class VerdictSentences:
     def unit(self) -> str:
         return self.metric.difference_unit
 
-    def amount(self, value: float, half: float, sign: str = "+") -> str:
+    def write_amount(self, value: float, half: float, sign: str = "+") -> str:
         """A number to the second digit of its uncertainty."""
         scale = half if half > 0 else abs(value)
         digits = min(9, max(0, 1 - math.floor(math.log10(scale)))) if scale > 0 else 0
         return f"{value:{sign}.{digits}f}".replace("-", "−")
 
-    def interval(self, low: float, high: float, level: float, sign: str = "+") -> str:
+    def write_interval(self, low: float, high: float, level: float, sign: str = "+") -> str:
         half = (high - low) / 2
-        ends = f"{self.amount(low, half, sign)} to {self.amount(high, half, sign)}"
+        ends = f"{self.write_amount(low, half, sign)} to {self.write_amount(high, half, sign)}"
         return f"{100 * level:.3g} % interval {ends} {self.unit}"
 
-    def estimate(self, difference: PairedDifference) -> str:
+    def write_estimate(self, difference: PairedDifference) -> str:
         """The difference with its sign and interval, where there is one."""
         if difference.low is None or difference.high is None:
-            return f"{self.amount(difference.mean, abs(difference.mean) / 10)} {self.unit}"
-        middle = self.amount(difference.mean, (difference.high - difference.low) / 2)
-        return f"{middle} {self.unit} ({self.interval(difference.low, difference.high, difference.level)})"
+            return f"{self.write_amount(difference.mean, abs(difference.mean) / 10)} {self.unit}"
+        middle = self.write_amount(difference.mean, (difference.high - difference.low) / 2)
+        return f"{middle} {self.unit} ({self.write_interval(difference.low, difference.high, difference.level)})"
 
-    def relative(self, difference: PairedDifference) -> str:
+    def write_relative(self, difference: PairedDifference) -> str:
         percent = difference.percent
         changes = [] if percent is None else [f"{write_per_cent(percent)} of the baseline's value"]
         if self.metric.exponential is not None and difference.mean < 700:
@@ -198,35 +198,35 @@ class VerdictSentences:
     def name_p_value(self, p: float) -> str:
         return write_p_value(p) + f" after Holm's correction for {self.arms} arms" * (self.arms > 1)
 
-    def differs(self, arm: str, word: str, difference: PairedDifference, p: float, negligible: bool) -> str:
+    def describe_differs(self, arm: str, word: str, difference: PairedDifference, p: float, negligible: bool) -> str:
         assert difference.low is not None
         assert difference.high is not None
         ends = sorted((difference.low, difference.high)) if difference.mean > 0 else (-difference.high, -difference.low)
-        by = self.amount(abs(difference.mean), (ends[1] - ends[0]) / 2, "")
-        interval = self.interval(ends[0], ends[1], difference.level, "")
+        by = self.write_amount(abs(difference.mean), (ends[1] - ends[0]) / 2, "")
+        interval = self.write_interval(ends[0], ends[1], difference.level, "")
         sentence = (
-            f"{arm} is {word} than {self.name} by {by} {self.unit} ({interval}{self.relative(difference)}); "
+            f"{arm} is {word} than {self.name} by {by} {self.unit} ({interval}{self.write_relative(difference)}); "
             f"{name_seeds(difference.n)}, {self.name_p_value(p)}."
         )
         small = f" The difference is real but lies within ±{self.margin:g} {self.unit}, which was called negligible."
         return sentence + small * negligible + self.add_note(difference)
 
-    def equivalent(self, arm: str, test: EquivalenceTest) -> str:
+    def describe_equivalent(self, arm: str, test: EquivalenceTest) -> str:
         assert test.low is not None
         assert test.high is not None
         assert test.p is not None
-        middle = self.amount(test.mean, (test.high - test.low) / 2)
-        interval = self.interval(test.low, test.high, 1 - 2 * test.alpha)
+        middle = self.write_amount(test.mean, (test.high - test.low) / 2)
+        interval = self.write_interval(test.low, test.high, 1 - 2 * test.alpha)
         note = f" Note: {test.note}." if test.note else ""
         return (
             f"{arm} and {self.name} differ by no more than ±{self.margin:g} {self.unit}: {middle} {self.unit} "
             f"({interval}); {name_seeds(test.n)}, equivalence test {write_p_value(test.p)}.{note}"
         )
 
-    def open(self, arm: str, difference: PairedDifference, p: float, plan: SeedPlan | None) -> str:
+    def describe_open(self, arm: str, difference: PairedDifference, p: float, plan: SeedPlan | None) -> str:
         assert difference.p is not None
         sentence = (
-            f"{arm} against {self.name} is open: {self.estimate(difference)}; {name_seeds(difference.n)}, "
+            f"{arm} against {self.name} is open: {self.write_estimate(difference)}; {name_seeds(difference.n)}, "
             f"{self.name_p_value(p)}; neither a difference nor its absence within ±{self.margin:g} {self.unit} "
             "is shown."
         )
@@ -234,21 +234,21 @@ class VerdictSentences:
             sentence += f" On its own the interval excludes zero; among {self.arms} arms that is not enough."
         return sentence + (f" {plan.sentence}" if plan else "") + self.add_note(difference)
 
-    def one_seed(self, arm: str, difference: PairedDifference) -> str:
+    def describe_one_seed(self, arm: str, difference: PairedDifference) -> str:
         return (
-            f"One seed is an anecdote: {arm} − {self.name} is {self.estimate(difference)} at the only seed both "
+            f"One seed is an anecdote: {arm} − {self.name} is {self.write_estimate(difference)} at the only seed both "
             "finished, and nothing says whether another seed would agree. Run at least 2 more."
         )
 
-    def diverged(self, arm: str, split: FinitePairs, difference: PairedDifference | None) -> str:
+    def describe_diverged(self, arm: str, split: FinitePairs, difference: PairedDifference | None) -> str:
         runs = f"{arm} diverged in {len(split.arm_diverged)} of {name_seeds(split.seeds)}"
         if split.baseline_diverged or not split.arm_diverged:
             runs += f", {self.name} in {len(split.baseline_diverged)}"
         if difference is None:
             return f"{runs}; no pair is left to compare."
         return (
-            f"{runs}. Over the {name_seeds(difference.n)} both finished the difference is {self.estimate(difference)}, "
-            "which leaves the failures out and decides nothing."
+            f"{runs}. Over the {name_seeds(difference.n)} both finished the difference is "
+            f"{self.write_estimate(difference)}, which leaves the failures out and decides nothing."
         )
 
     def add_note(self, difference: PairedDifference) -> str:

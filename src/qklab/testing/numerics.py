@@ -1,7 +1,7 @@
 """How near numbers must be, and what unwritten memory looks like."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -35,3 +35,12 @@ def poison_memory() -> Iterator[None]:
             yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def check_all_is_written(call: Callable[[], Sequence[Tensor]]) -> None:
+    """Two runs are bit-equal, the second one in poisoned memory."""
+    before = call()
+    with poison_memory():
+        after = call()
+    assert len(before) == len(after)
+    assert all(map(torch.equal, before, after)), "results differ, or some of their memory was never written"

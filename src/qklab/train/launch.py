@@ -2,7 +2,6 @@
 
 import time
 import uuid
-from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from qklab.runs.sinks import Sinks
 from qklab.train.checkpoint import CheckpointError, Checkpoints
 from qklab.train.loop import Loop, Status
 from qklab.train.machine import Machine, work_around_bf16
-from qklab.train.progress import Display, Silent, format_duration
+from qklab.train.progress import Display, format_duration
 from qklab.train.ranks import call_on_first_rank
 from qklab.train.recorder import RunRecorder
 from qklab.train.resume import read_begun_run, refuse_other_data, refuse_other_spec
@@ -59,7 +58,7 @@ def train(
     """
     execution = execution or ExecutionSpec()
     machine = Machine.open(execution)
-    display = display if display is not None and machine.main else Silent()
+    display = display if display is not None and machine.main else Display()
     try:
         spec = choose_precision(spec, machine)
         if machine.device.type == "cpu" and (spec.precision == "bf16" or spec.optimiser.kind == "muon"):
@@ -101,7 +100,7 @@ def train_in(
         if summary is not None:
             display.say(f"{directory.path} is already {summary['status']}; nothing to do.")
             return Outcome(summary["status"], directory.path, summary)
-    corpus = open_corpus(spec, machine, data, display.say, old["data"] if old is not None else None)
+    corpus = open_corpus(spec, data, display, old["data"] if old is not None else None)
     if old is not None:
         refuse_other_data(directory, old["data"], corpus)
         if execution.threads is None and machine.world == 1 and machine.device.type == "cpu":
@@ -154,23 +153,23 @@ def complete_run(loop: Loop) -> Outcome:
     return Outcome(status, folder, summary)
 
 
-def open_corpus(
-    spec: RunSpec, machine: Machine, data: Path | None, say: Callable[[str], None], before: dict[str, Any] | None
-) -> Corpus:
+def open_corpus(spec: RunSpec, data: Path | None, display: Display, before: dict[str, Any] | None) -> Corpus:
     """The prepared corpus; rank 0 prepares it where that has not been done. A run that began with it (`before`) can do
     without the source."""
 
-    def found() -> Path:
+    def find_folder() -> Path:
         try:
-            return prepare_corpus(spec.corpus, data=data, progress=say is not Silent.say).folder
+            return prepare_corpus(spec.corpus, data=data, progress=display.live).folder
         except DataError:
             folder = Path(before["folder"]) if before is not None else None
             if folder is None or not folder.exists():
                 raise
-            say(f"the source {spec.corpus.source!r} cannot be read; the run goes on with {folder}, prepared from it.")
+            display.say(
+                f"the source {spec.corpus.source!r} cannot be read; the run goes on with {folder}, prepared from it."
+            )
             return folder
 
-    folder = call_on_first_rank(found)
+    folder = call_on_first_rank(find_folder)
     corpus = Corpus.open(folder)
     if corpus.tokenizer.vocab > spec.model.vocab:
         raise RunError(
@@ -178,7 +177,7 @@ def open_corpus(
             f"vocab={spec.model.vocab}; set model.vocab to at least that or prepare the corpus anew."
         )
     if pad_vocab(corpus.tokenizer.vocab) < spec.model.vocab:
-        say(
+        display.say(
             f"the corpus {folder} has a tokenizer of {corpus.tokenizer.vocab} tokens, and the rest of the model's "
             f"vocab={spec.model.vocab} is never used; model.vocab={pad_vocab(corpus.tokenizer.vocab)} would do."
         )

@@ -2,14 +2,17 @@
 
 import sys
 import time
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 
-class Display(Protocol):
-    """What a training run tells people while it runs."""
+class Display:
+    """What a run tells people. This one tells nothing: for ranks other than the first, and for callers that only want
+    the result."""
+
+    live = False  # whether someone watches
 
     def say(self, sentence: str) -> None: ...
 
@@ -18,18 +21,10 @@ class Display(Protocol):
     def close(self) -> None: ...
 
 
-class Silent:
-    """Tells nothing: for ranks other than the first, and for callers that only want the result."""
-
-    def say(self, sentence: str) -> None: ...
-
-    def show(self, done: float, line: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Terminal:
+class Terminal(Display):
     """A bar that is redrawn in place; on a pipe or in a log file a plain line every `every` seconds instead."""
+
+    live = True
 
     def __init__(self, console: Console | None = None, every: float = 10.0):
         self.console = console or Console(file=sys.stderr, soft_wrap=True, highlight=False)

@@ -5,21 +5,21 @@ print(convert(model, coupling="leapfrog", trainable="coupling"))
 """
 
 from qklab.hf.convert.apply import convert, revert
-from qklab.hf.convert.cache import cache_bytes
-from qklab.hf.convert.record import Conversion, LayerReport, Report, conversion_of
-from qklab.hf.convert.store import load, load_adapter, register, save_adapter
+from qklab.hf.convert.cache import count_converted_bytes
+from qklab.hf.convert.record import Conversion, ConversionReport, LayerReport, find_conversion
+from qklab.hf.convert.store import load_adapter, load_converted, register_converted_classes, save_adapter
 
-register()
+register_converted_classes()
 
 __all__ = [
     "Conversion",
+    "ConversionReport",
     "LayerReport",
-    "Report",
-    "cache_bytes",
-    "conversion_of",
     "convert",
-    "load",
+    "count_converted_bytes",
+    "find_conversion",
     "load_adapter",
+    "load_converted",
     "revert",
     "save_adapter",
 ]

@@ -11,15 +11,15 @@ from transformers import PreTrainedModel
 
 from qklab.attention.spec import CouplingSpec
 from qklab.hf.convert.attention import ConvertedAttention
-from qklab.hf.convert.calibrate import Text, Walk, batches_of, evaluating, relative_change
-from qklab.hf.convert.check import check_options, coupling_of, merge_of, refuse_converted, refuse_unfit
-from qklab.hf.convert.layers import block_of, convert_layers, originals, set_kv_heads
-from qklab.hf.convert.record import Conversion, Report, conversion_of
+from qklab.hf.convert.calibrate import LayerWalk, Text, evaluation_mode, measure_change, read_batches
+from qklab.hf.convert.check import check_options, read_coupling, read_merge, refuse_converted, refuse_unfit
+from qklab.hf.convert.layers import convert_layers, copy_projections, find_block, set_kv_heads
+from qklab.hf.convert.record import Conversion, ConversionReport, find_conversion
 from qklab.hf.families import find_family
 
 
 @dataclass
-class Before:
+class Unconverted:
     """What `revert` needs: the replaced projections by layer, the key/value heads, the parameters that were frozen, and
     the record of an earlier conversion that left the model a plain one of its family."""
 
@@ -27,7 +27,7 @@ class Before:
     kv_heads: int | None = None
     frozen: list[str] = field(default_factory=list)
     record: dict[str, Any] | None = None
-    earlier: Before | None = None
+    earlier: Unconverted | None = None
 
 
 def convert(
@@ -44,7 +44,7 @@ def convert(
     keep_original: bool = False,
     trainable: Literal["coupling", "inserted"] | None = None,
     seed: int = 0,
-) -> Report:
+) -> ConversionReport:
     """Change a loaded Transformers model in place (of a family in `register.family`).
 
     Args:
@@ -67,45 +67,47 @@ def convert(
     conversion = Conversion(
         family=model.config.model_type,
         model=type(model).__name__,
-        coupling=coupling_of(coupling),
+        coupling=read_coupling(coupling),
         share=share,
         norm=norm,
         norm_eps=norm_eps,
         kv_heads=kv_heads,
-        merge=merge_of(merge, kv_heads),
+        merge=read_merge(merge, kv_heads),
     )
     refuse_unfit(model, family, conversion)
     check_options(conversion, calibration, weight, trainable)
     heads_before = family.kv_heads(model.config)
-    count_before = parameters_of(model)
-    batches = None if calibration is None else batches_of(calibration, model)
-    before = Before(
+    count_before = count_parameters(model)
+    batches = None if calibration is None else read_batches(calibration, model)
+    before = Unconverted(
         kv_heads=heads_before if kv_heads is not None else None,
         record=getattr(model.config, "qklab", None),
         earlier=model.__dict__.get("qklab_before"),
     )
     if keep_original and conversion.overwrites:
-        before.projections = {name: originals(layer, family) for name, layer in family.layers(model).items()}
-    with evaluating(model):
-        logits = None if batches is None else logits_of(model, batches[0])
-        walk = None if batches is None else Walk(model, [block_of(model, n) for n in family.layers(model)], batches)
+        before.projections = {name: copy_projections(layer, family) for name, layer in family.layers(model).items()}
+    with evaluation_mode(model):
+        logits = None if batches is None else compute_logits(model, batches[0])
+        walk = (
+            None if batches is None else LayerWalk(model, [find_block(model, n) for n in family.layers(model)], batches)
+        )
         reports, conversion = convert_layers(model, conversion, walk, weight, seed)
-        mark(model, conversion)
+        record_conversion(model, conversion)
         moved = None
         if batches is not None and logits is not None:
-            moved = relative_change([logits], [cast(Tensor, logits_of(model, batches[0]))])
+            moved = measure_change([logits], [cast(Tensor, compute_logits(model, batches[0]))])
     for layer in family.layers(model).values():
         layer.train(layer.training)  # what is new in it as well
-    before.frozen = freeze(model, trainable)
+    before.frozen = freeze_parameters(model, trainable)
     model.__dict__["qklab_before"] = before
-    inserted = sum(p.numel() for _, p in inserted_parameters(model))
+    inserted = sum(p.numel() for _, p in list_inserted_parameters(model))
     notes = []
     if batches is None and (conversion.overwrites or conversion.norm):
         notes.append("No calibration text: the fit took the layers' inputs as uncorrelated with equal variance.")
-    return Report(
+    return ConversionReport(
         conversion=conversion,
         parameters_before=count_before,
-        parameters=parameters_of(model),
+        parameters=count_parameters(model),
         inserted=inserted,
         trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
         cache_share=family.kv_heads(model.config) / heads_before * (0.5 if share else 1.0),
@@ -122,10 +124,10 @@ def revert(model: PreTrainedModel) -> None:
     that share and kv_heads replaced come back as they were then, if `convert` was told keep_original=True.
     """
     family = find_family(model)
-    conversion = conversion_of(model)
+    conversion = find_conversion(model)
     if conversion is None:
         raise ValueError("this model is not converted, so there is nothing to revert.")
-    before = model.__dict__.get("qklab_before", Before())
+    before = model.__dict__.get("qklab_before", Unconverted())
     if conversion.overwrites and not before.projections:
         what = "share" if conversion.share else "kv_heads"
         raise ValueError(
@@ -145,10 +147,10 @@ def revert(model: PreTrainedModel) -> None:
         set_kv_heads(model, family, before.kv_heads)
     for name in before.frozen:
         model.get_parameter(name).requires_grad_(True)
-    unmark(model, before)
+    forget_conversion(model, before)
 
 
-def logits_of(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor | None:
+def compute_logits(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor | None:
     """Logits of the batch's real tokens; None for a model without a head."""
     logits = getattr(model(**batch, use_cache=False), "logits", None)
     if logits is None or logits.dim() < 3:
@@ -156,11 +158,11 @@ def logits_of(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor | N
     return logits[batch["attention_mask"].bool()]
 
 
-def parameters_of(model: nn.Module) -> int:
+def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def inserted_parameters(model: PreTrainedModel) -> list[tuple[str, nn.Parameter]]:
+def list_inserted_parameters(model: PreTrainedModel) -> list[tuple[str, nn.Parameter]]:
     """The parameters of coupling and norm, by name."""
     found = []
     for name, layer in find_family(model).layers(model).items():
@@ -171,12 +173,12 @@ def inserted_parameters(model: PreTrainedModel) -> list[tuple[str, nn.Parameter]
     return found
 
 
-def freeze(model: PreTrainedModel, trainable: str | None) -> list[str]:
+def freeze_parameters(model: PreTrainedModel, trainable: str | None) -> list[str]:
     """Freeze all but what `trainable` names; the names of what was frozen."""
     if trainable is None:
         return []
     mark = (".couple.",) if trainable == "coupling" else (".couple.", ".normalise.")
-    kept = {id(value) for name, value in inserted_parameters(model) if any(part in name for part in mark)}
+    kept = {id(value) for name, value in list_inserted_parameters(model) if any(part in name for part in mark)}
     frozen = []
     for name, parameter in model.named_parameters():
         if id(parameter) not in kept and parameter.requires_grad:
@@ -185,7 +187,7 @@ def freeze(model: PreTrainedModel, trainable: str | None) -> list[str]:
     return frozen
 
 
-def mark(model: PreTrainedModel, conversion: Conversion) -> None:
+def record_conversion(model: PreTrainedModel, conversion: Conversion) -> None:
     """Record the conversion in the configuration and let the model save itself as a converted one."""
     from qklab.hf.convert.store import saving_class
 
@@ -196,13 +198,13 @@ def mark(model: PreTrainedModel, conversion: Conversion) -> None:
                 module.__class__ = saving_class(type(module))
 
 
-def unmark(model: PreTrainedModel, before: Before) -> None:
+def forget_conversion(model: PreTrainedModel, before: Unconverted) -> None:
     from qklab.hf.convert.store import plain_class
 
     delattr(model.config, "qklab")
     if before.record is not None:
         model.config.qklab = before.record
-    model.__dict__["qklab_before"] = before.earlier or Before()
+    model.__dict__["qklab_before"] = before.earlier or Unconverted()
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.__class__ = plain_class(type(module))

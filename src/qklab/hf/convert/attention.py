@@ -64,7 +64,7 @@ class ConvertedAttention(nn.Module):
         if v is None:
             q, k, v = self.read_shared(q, k, position_embeddings, kwargs.get("position_ids"), cache)
         else:
-            q, k = self.normalised(q, self.query_norm), self.normalised(k, self.key_norm)
+            q, k = self.normalise_heads(q, self.query_norm), self.normalise_heads(k, self.key_norm)
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
             if position_embeddings is not None:
                 q, k = self.rotate(q, k, *position_embeddings)
@@ -85,14 +85,14 @@ class ConvertedAttention(nn.Module):
         cache: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, T, H, D] and s [B, T, G, D] → queries, keys and values [B, heads, slots, D], keys turned on reading."""
-        q, s = self.normalised(q, self.query_norm).transpose(1, 2), s.transpose(1, 2)
+        q, s = self.normalise_heads(q, self.query_norm).transpose(1, 2), s.transpose(1, 2)
         angles = position_embeddings
         if cache is not None:
             share_layer(cache, self.layer_idx)
-            s, positions = cache.update(s, self.positions(s, position_ids), self.layer_idx)
+            s, positions = cache.update(s, self.make_positions(s, position_ids), self.layer_idx)
             if position_embeddings is not None:
-                angles = self.angles(positions[:, 0, :, 0], position_embeddings, cache)
-        k = self.normalised(s, self.key_norm)
+                angles = self.compute_angles(positions[:, 0, :, 0], position_embeddings, cache)
+        k = self.normalise_heads(s, self.key_norm)
         if position_embeddings is not None and angles is not None:
             q = self.rotate(q, q[:, :0], *position_embeddings)[0]
             k = self.rotate_keys(k, angles)
@@ -100,18 +100,18 @@ class ConvertedAttention(nn.Module):
 
     def rotate_keys(self, k: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         """R_j k_j: k [B, G, slots, D] by cos, sin [B, slots, r], whose halves are the same."""
-        if not lean(k, angles[0]):
+        if not self.family.rotates_halves or not rotates_without_gradient(k, angles[0]):
             return self.rotate(k, k[:, :0], *angles)[0]
         cos, sin = (table[:, None, :, : table.shape[-1] // 2] for table in angles)
         return apply_rope_without_gradient(k, (cos, sin))
 
-    def positions(self, s: Tensor, position_ids: Tensor | None) -> Tensor:
+    def make_positions(self, s: Tensor, position_ids: Tensor | None) -> Tensor:
         """[B or 1, T] → [B, 1, T, 1], as the cache keeps them."""
         if position_ids is None:
             raise ValueError("a layer whose keys and values are one tensor needs position_ids to write to a cache.")
         return position_ids.to(POSITION).expand(s.shape[0], -1)[:, None, :, None]
 
-    def angles(self, positions: Tensor, now: tuple[Tensor, Tensor], cache: Any) -> tuple[Tensor, Tensor]:
+    def compute_angles(self, positions: Tensor, now: tuple[Tensor, Tensor], cache: Any) -> tuple[Tensor, Tensor]:
         """cos and sin at the positions [B, slots] of everything cached, in the precision of the queries' own, `now`.
 
         The layers of one pass have the same positions, so the first of each kind computes them for the others; a
@@ -136,14 +136,14 @@ class ConvertedAttention(nn.Module):
     def key_norm(self) -> Any:
         return self.k_norm if self.family.normed else self.normalise and self.normalise.key_gain
 
-    def normalised(self, u: Tensor, norm: Any) -> Tensor:
+    def normalise_heads(self, u: Tensor, norm: Any) -> Tensor:
         """The family's own norm, or the inserted one with the gain `norm`, over the last axis."""
         if self.family.normed:
             return norm(u)
         return u if self.normalise is None else rms_norm(u, norm, self.normalise.eps)
 
 
-def lean(k: Tensor, cos: Tensor) -> bool:
+def rotates_without_gradient(k: Tensor, cos: Tensor) -> bool:
     """Whether nobody needs the rotation's gradient, no compiler fuses its steps and no precisions are mixed."""
     wanted = torch.is_grad_enabled() and k.requires_grad
     return not (wanted or torch.compiler.is_compiling()) and k.dtype == cos.dtype

@@ -8,8 +8,7 @@ Transformers' cache layers grow, crop, reorder, window and preallocate a pair (k
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,72 +24,49 @@ POSITION = torch.int32
 
 
 class Shared:
-    """Marks a cache layer whose `keys` are the shared tensor and whose `values` are positions."""
+    """A cache layer whose `keys` are the shared tensor and whose `values` are positions."""
 
 
-class SharedDynamicLayer(Shared, DynamicLayer):
-    """Grows with every token."""
+class SharedGrowing(Shared):
+    """Grows with every token, or until it holds a window."""
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        super().lazy_initialization(key_states, value_states)
+    def lazy_initialization(self: Any, key_states: Tensor, value_states: Tensor) -> None:
+        cast(Any, super()).lazy_initialization(key_states, value_states)
         self.values = torch.tensor([], dtype=POSITION, device=key_states.device)
 
 
-class SharedSlidingLayer(Shared, DynamicSlidingWindowLayer):
-    """Grows until it holds a window."""
+class SharedFixed(Shared):
+    """Has room for a fixed number of tokens, or for a window, from the start."""
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        super().lazy_initialization(key_states, value_states)
-        self.values = torch.tensor([], dtype=POSITION, device=key_states.device)
-
-
-class SharedStaticLayer(Shared, StaticLayer):
-    """Has room for a fixed number of tokens from the start."""
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        super().lazy_initialization(key_states, value_states[..., :1])
-        self.values = static_positions(self.keys)
+    def lazy_initialization(self: Any, key_states: Tensor, value_states: Tensor) -> None:
+        cast(Any, super()).lazy_initialization(key_states, value_states[..., :1])
+        batch, _, tokens, _ = self.keys.shape
+        self.values = torch.zeros(batch, 1, tokens, 1, dtype=POSITION, device=self.keys.device)
+        if not torch.compiler.is_compiling():
+            torch._dynamo.mark_static_address(self.values)
 
 
-class SharedStaticSlidingLayer(Shared, StaticSlidingWindowLayer):
-    """Has room for a window from the start."""
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        super().lazy_initialization(key_states, value_states[..., :1])
-        self.values = static_positions(self.keys)
+class SharedDynamicLayer(SharedGrowing, DynamicLayer): ...
 
 
-def static_positions(shared: Tensor | None) -> Tensor:
-    assert shared is not None
-    positions = torch.zeros(shared.shape[0], 1, shared.shape[2], 1, dtype=POSITION, device=shared.device)
-    if not torch.compiler.is_compiling():
-        torch._dynamo.mark_static_address(positions)
-    return positions
+class SharedSlidingLayer(SharedGrowing, DynamicSlidingWindowLayer): ...
 
 
-def dynamic(layer: Any) -> Shared:
-    return SharedDynamicLayer()
+class SharedStaticLayer(SharedFixed, StaticLayer): ...
 
 
-def sliding(layer: Any) -> Shared:
-    made = SharedSlidingLayer(sliding_window=layer.sliding_window)
-    made.record_past = layer.record_past
-    return made
+class SharedStaticSlidingLayer(SharedFixed, StaticSlidingWindowLayer): ...
 
 
-def static(layer: Any) -> Shared:
-    return SharedStaticLayer(max_cache_len=layer.max_cache_len)
-
-
-def static_sliding(layer: Any) -> Shared:
-    return SharedStaticSlidingLayer(max_cache_len=layer.max_cache_len, sliding_window=layer.max_cache_len)
-
-
-SHARED: dict[type, Callable[[Any], Any]] = {
-    DynamicLayer: dynamic,
-    DynamicSlidingWindowLayer: sliding,
-    StaticLayer: static,
-    StaticSlidingWindowLayer: static_sliding,
+# Transformers' layer → ours, and what it is made with: argument → the attribute that has it
+SHARED: dict[type, tuple[type, dict[str, str]]] = {
+    DynamicLayer: (SharedDynamicLayer, {}),
+    DynamicSlidingWindowLayer: (SharedSlidingLayer, {"sliding_window": "sliding_window"}),
+    StaticLayer: (SharedStaticLayer, {"max_cache_len": "max_cache_len"}),
+    StaticSlidingWindowLayer: (
+        SharedStaticSlidingLayer,
+        {"max_cache_len": "max_cache_len", "sliding_window": "max_cache_len"},
+    ),
 }
 
 
@@ -112,10 +88,13 @@ def share_layer(cache: Any, index: int) -> None:
         )
     if layer.is_initialized and not torch.compiler.is_compiling() and int(layer.get_seq_length()):
         raise ValueError("this cache was filled by a model with separate keys and values; begin with an empty one.")
-    cache.layers[index] = SHARED[type(layer)](layer)
+    kind, arguments = SHARED[type(layer)]
+    cache.layers[index] = kind(**{name: getattr(layer, attribute) for name, attribute in arguments.items()})
+    if hasattr(layer, "record_past"):
+        cache.layers[index].record_past = layer.record_past
 
 
-def cache_bytes(cache: Cache) -> tuple[int, int]:
+def count_converted_bytes(cache: Cache) -> tuple[int, int]:
     """(bytes of the keys and values a cache owns, bytes of its bookkeeping)."""
     states, bookkeeping = 0, 0
     for layer in cache.layers:

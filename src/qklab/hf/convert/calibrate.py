@@ -17,7 +17,7 @@ Text = Tensor | Mapping[str, Tensor] | Sequence[Tensor | Mapping[str, Tensor]]
 Batch = dict[str, Tensor]
 
 
-def batches_of(text: Text, model: PreTrainedModel) -> list[Batch]:
+def read_batches(text: Text, model: PreTrainedModel) -> list[Batch]:
     """Token ids [B, T], or a tokenizer's output, or a list of either → batches with input_ids and attention_mask."""
     items = [text] if isinstance(text, Tensor | Mapping) else list(text)
     batches = []
@@ -49,7 +49,7 @@ def batches_of(text: Text, model: PreTrainedModel) -> list[Batch]:
 
 
 @contextmanager
-def hooked(module: nn.Module, before: Callable[..., None] | None = None, after: Callable[..., None] | None = None):
+def hook_calls(module: nn.Module, before: Callable[..., None] | None = None, after: Callable[..., None] | None = None):
     """`before(args, kwargs)` and `after(output)` around each call of `module`."""
     handles = []
     if before is not None:
@@ -63,21 +63,21 @@ def hooked(module: nn.Module, before: Callable[..., None] | None = None, after: 
             handle.remove()
 
 
-def tensor_of(output: Any) -> Tensor:
+def first_tensor(output: Any) -> Tensor:
     return output if isinstance(output, Tensor) else output[0]
 
 
 @dataclass
-class Seen:
+class LayerRecord:
     """What one attention layer met: inputs [tokens, width] and outputs [tokens, width] of the real tokens by batch."""
 
     inputs: list[Tensor]
     outputs: list[Tensor]
 
 
-class Walk:
-    """Goes through the layers of a model in order. For each: `look` runs it and returns what its attention met, then
-    the caller may change it, then `pass_on` runs it again, so that the next layer meets what the changed one gives."""
+class LayerWalk:
+    """Goes through the layers of a model in order. For each: `observe` runs it and returns what its attention met, then
+    the caller may change it, then `advance` runs it again, so that the next layer meets what the changed one gives."""
 
     def __init__(self, model: PreTrainedModel, blocks: Sequence[nn.Module], batches: Sequence[Batch]):
         self.masks = [batch["attention_mask"].bool() for batch in batches]
@@ -105,15 +105,15 @@ class Walk:
                 handle.remove()
         self.calls.append(calls)
 
-    def look(self, index: int, block: nn.Module, attention: nn.Module) -> Seen:
+    def observe(self, index: int, block: nn.Module, attention: nn.Module) -> LayerRecord:
         seen, _ = self.run(index, block, attention)
         return seen
 
-    def pass_on(self, index: int, block: nn.Module, attention: nn.Module) -> Seen:
+    def advance(self, index: int, block: nn.Module, attention: nn.Module) -> LayerRecord:
         seen, self.states = self.run(index, block, attention)
         return seen
 
-    def run(self, index: int, block: nn.Module, attention: nn.Module) -> tuple[Seen, list[Tensor]]:
+    def run(self, index: int, block: nn.Module, attention: nn.Module) -> tuple[LayerRecord, list[Tensor]]:
         inputs: list[Tensor] = []
         outputs: list[Tensor] = []
 
@@ -121,18 +121,18 @@ class Walk:
             inputs.append(args[0] if args else kwargs["hidden_states"])
 
         states = []
-        with hooked(attention, before, lambda output: outputs.append(tensor_of(output))):
+        with hook_calls(attention, before, lambda output: outputs.append(first_tensor(output))):
             for state, calls in zip(self.states, self.calls, strict=True):
                 args, kwargs = calls[index]
-                states.append(tensor_of(block(state, *args, **kwargs)))
-        seen = Seen(
+                states.append(first_tensor(block(state, *args, **kwargs)))
+        seen = LayerRecord(
             *([part[mask] for part, mask in zip(parts, self.masks, strict=True)] for parts in (inputs, outputs))
         )
         return seen, states
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """No gradients and no dropout; the mode of every module is put back afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -144,7 +144,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def moments_of(groups: Iterator[Tensor]) -> Moments:
+def measure_moments(groups: Iterator[Tensor]) -> Moments:
     """Moments of y [tokens, N, n], summed over the batches."""
     count, second, mean = 0, None, None
     for y in groups:
@@ -158,7 +158,7 @@ def moments_of(groups: Iterator[Tensor]) -> Moments:
     return Moments(second / count, mean / count)
 
 
-def relative_change(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
+def measure_change(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
     """√(Σ‖after − before‖² / Σ‖before‖²)."""
     missed = sum(float((new.double() - old.double()).square().sum()) for old, new in zip(before, after, strict=True))
     size = sum(float(old.double().square().sum()) for old in before)

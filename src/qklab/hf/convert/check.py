@@ -12,14 +12,14 @@ from transformers.pytorch_utils import Conv1D
 from qklab import register
 from qklab.attention.spec import CouplingSpec
 from qklab.hf.convert.attention import ConvertedAttention, check_backend
-from qklab.hf.convert.record import MERGES, TRAINABLE, Conversion, conversion_of
+from qklab.hf.convert.record import MERGES, TRAINABLE, Conversion, find_conversion
 from qklab.hf.families import ConvertibleFamily
 from qklab.schema import suggest_name
 
 GROWING_ROPE = ("dynamic", "longrope")
 
 
-def coupling_of(given: CouplingSpec | str | Mapping[str, Any] | None) -> CouplingSpec | None:
+def read_coupling(given: CouplingSpec | str | Mapping[str, Any] | None) -> CouplingSpec | None:
     if given is None or isinstance(given, CouplingSpec):
         return given
     if isinstance(given, Mapping):
@@ -30,7 +30,7 @@ def coupling_of(given: CouplingSpec | str | Mapping[str, Any] | None) -> Couplin
     return CouplingSpec(kind=given, init="identity")
 
 
-def merge_of(merge: Any, kv_heads: int | None) -> Any:
+def read_merge(merge: Any, kv_heads: int | None) -> Any:
     if kv_heads is None and merge is not None:
         raise ValueError(f"merge={merge!r} says how to merge key/value heads; say with kv_heads= how many are to stay.")
     if merge is not None and merge not in MERGES:
@@ -41,7 +41,7 @@ def merge_of(merge: Any, kv_heads: int | None) -> Any:
 def refuse_converted(model: PreTrainedModel, family: ConvertibleFamily) -> None:
     layers = list(family.layers(model).values())
     done = sum(isinstance(layer, ConvertedAttention) for layer in layers)
-    conversion = conversion_of(model)
+    conversion = find_conversion(model)
     if done not in (0, len(layers)) or (done and conversion is None):
         raise ValueError(
             f"{done} of the {len(layers)} attention layers of this model are converted; it was left half-way, so load "

@@ -11,25 +11,25 @@ from transformers import PreTrainedModel
 
 from qklab.attention.norm import QKNorm
 from qklab.hf.convert.attention import converted_class
-from qklab.hf.convert.calibrate import Seen, Walk, moments_of, relative_change
-from qklab.hf.convert.record import Conversion, LayerReport, attention_spec
-from qklab.hf.convert.solve import Fit, Moments, merge, share
+from qklab.hf.convert.calibrate import LayerRecord, LayerWalk, measure_change, measure_moments
+from qklab.hf.convert.record import Conversion, LayerReport, make_attention_spec
+from qklab.hf.convert.solve import Fit, Moments, merge_heads, share_key_value
 from qklab.hf.families import ConvertibleFamily, Weights
 from qklab.model.initialise import seed_of
 
 
-def block_of(model: nn.Module, name: str) -> nn.Module:
+def find_block(model: nn.Module, name: str) -> nn.Module:
     """The decoder layer around the attention layer `name`."""
     return model.get_submodule(name.rpartition(".")[0])
 
 
-def originals(layer: nn.Module, family: ConvertibleFamily) -> dict[str, nn.Module]:
+def copy_projections(layer: nn.Module, family: ConvertibleFamily) -> dict[str, nn.Module]:
     """Copies of a layer's projections in CPU memory."""
     return {name: copy.deepcopy(getattr(layer, name)).to("cpu") for name in family.projections}
 
 
 def convert_layers(
-    model: PreTrainedModel, conversion: Conversion, walk: Walk | None, weight: float, seed: int
+    model: PreTrainedModel, conversion: Conversion, walk: LayerWalk | None, weight: float, seed: int
 ) -> tuple[list[LayerReport], Conversion]:
     family = conversion.layout
     layers = family.layers(model)
@@ -37,44 +37,44 @@ def convert_layers(
     centre = conversion.share is not None and first.k_bias is not None
     conversion = conversion.replace(output_bias=centre and first.o_bias is None)
     heads = conversion.kv_heads or family.kv_heads(model.config)
-    rotary = rotary_of(model)
+    rotary = find_rotary(model)
     reports: list[LayerReport] = []
     for index, (name, layer) in enumerate(layers.items()):
         report = LayerReport(name)
-        seen = None if walk is None else walk.look(index, block_of(model, name), layer)
+        seen = None if walk is None else walk.observe(index, find_block(model, name), layer)
         if conversion.overwrites:
             weights = family.read(layer)
-            moments = group_moments(layer, family, weights, heads, seen)
-            fit = fitted(moments, conversion, weights.k.shape[0] // heads, weight, centre)
+            moments = measure_group_moments(layer, family, weights, heads, seen)
+            fit = fit_heads(moments, conversion, weights.k.shape[0] // heads, weight, centre)
             report.keys, report.values = fit.errors(moments)
-            family.write(layer, refitted(weights, fit))
+            family.write(layer, apply_fit(weights, fit))
             if conversion.kv_heads is not None:
                 layer.num_key_value_groups = model.config.num_attention_heads // heads
         if conversion.structural:
-            insert(name, layer, conversion, heads, rotary, seed)
+            insert_stages(name, layer, conversion, heads, rotary, seed)
         if conversion.norm:
             set_gains(layer, family, seen)
         if walk is not None and seen is not None:
-            after = walk.pass_on(index, block_of(model, name), layer)
-            report.output = relative_change(seen.outputs, after.outputs)
+            after = walk.advance(index, find_block(model, name), layer)
+            report.output = measure_change(seen.outputs, after.outputs)
         reports.append(report)
     if conversion.kv_heads is not None:
         set_kv_heads(model, family, heads)
     return reports, conversion
 
 
-def rotary_of(model: nn.Module) -> tuple[nn.Module, ...]:
+def find_rotary(model: nn.Module) -> tuple[nn.Module, ...]:
     """The module that makes RoPE's angles, if the model has one."""
     return tuple(module for path, module in model.named_modules() if path.rpartition(".")[2] == "rotary_emb")
 
 
-def insert(
+def insert_stages(
     name: str, layer: Any, conversion: Conversion, kv_heads: int, rotary: tuple[nn.Module, ...], seed: int
 ) -> None:
     """Make `layer` a converted one, with the coupling and the norm that the conversion asks for."""
     family = conversion.layout
     width = family.width(layer)
-    spec = attention_spec(conversion, layer.config, kv_heads, width)
+    spec = make_attention_spec(conversion, layer.config, kv_heads, width)
     like = getattr(layer, family.output).weight
     layer.__class__ = converted_class(type(family))
     layer.rotary = rotary
@@ -89,7 +89,7 @@ def insert(
         layer.normalise = QKNorm(spec).to(device=like.device, dtype=like.dtype).train(layer.training)
 
 
-def reshape(layer: Any, conversion: Conversion) -> None:
+def reshape_projections(layer: Any, conversion: Conversion) -> None:
     """Give a layer that is about to be loaded the projections of a converted one."""
     family = conversion.layout
     weights = family.read(layer)
@@ -100,7 +100,9 @@ def reshape(layer: Any, conversion: Conversion) -> None:
     family.write(layer, weights)
 
 
-def group_moments(layer: Any, family: ConvertibleFamily, weights: Weights, groups: int, seen: Seen | None) -> Moments:
+def measure_group_moments(
+    layer: Any, family: ConvertibleFamily, weights: Weights, groups: int, seen: LayerRecord | None
+) -> Moments:
     """Moments of y = [keys, values] of each group of heads that become one, from what was seen or from the weights."""
 
     def grouped(k: Tensor, v: Tensor) -> Tensor:
@@ -121,20 +123,21 @@ def group_moments(layer: Any, family: ConvertibleFamily, weights: Weights, group
             assert v is not None
             yield grouped(k[0], v[0])
 
-    return moments_of(projected())
+    return measure_moments(projected())
 
 
-def fitted(moments: Moments, conversion: Conversion, members: int, weight: float, centre: bool) -> Fit:
-    fit = merge(
+def fit_heads(moments: Moments, conversion: Conversion, members: int, weight: float, centre: bool) -> Fit:
+    family = conversion.layout
+    fit = merge_heads(
         moments,
         members,
         least_squares=conversion.merge == "least-squares",
-        turn_keys=conversion.layout.rotated and not conversion.layout.normed,
+        rotated_keys=family.rotated and family.rotates_halves and not family.normed,
     )
-    return share(fit, moments, weight=weight, centre=centre) if conversion.share else fit
+    return share_key_value(fit, moments, weight=weight, centre=centre) if conversion.share else fit
 
 
-def refitted(old: Weights, fit: Fit) -> Weights:
+def apply_fit(old: Weights, fit: Fit) -> Weights:
     """The weights of a layer after its fit: E_k, E_v on keys and values, Q_jᵀ on queries, V_j and c_j on the output."""
     assert old.v is not None
     groups, members = fit.queries.shape[:2]
@@ -166,7 +169,7 @@ def refitted(old: Weights, fit: Fit) -> Weights:
     return new
 
 
-def set_gains(layer: Any, family: ConvertibleFamily, seen: Seen | None) -> None:
+def set_gains(layer: Any, family: ConvertibleFamily, seen: LayerRecord | None) -> None:
     """Gains g_i = √(E u_i² / E (u_i/rms(u))²), over tokens and heads: each entry keeps its mean square."""
     squares: list[list[Tensor]] = [[], []]
     normed: list[list[Tensor]] = [[], []]

@@ -93,7 +93,7 @@ class Conversion(Spec):
         return " · ".join(words)
 
 
-def attention_spec(conversion: Conversion, config: Any, kv_heads: int, width: int) -> AttentionSpec:
+def make_attention_spec(conversion: Conversion, config: Any, kv_heads: int, width: int) -> AttentionSpec:
     """The spec of a layer's coupling and norm; rotation and mixing stay the family's."""
     return AttentionSpec(
         width=config.hidden_size,
@@ -107,7 +107,7 @@ def attention_spec(conversion: Conversion, config: Any, kv_heads: int, width: in
     )
 
 
-def conversion_of(model: Any) -> Conversion | None:
+def find_conversion(model: Any) -> Conversion | None:
     """What was done to a model, or None."""
     record = getattr(model.config, "qklab", None)
     return None if record is None else Conversion.from_dict(record)
@@ -124,7 +124,7 @@ class LayerReport:
 
 
 @dataclass
-class Report:
+class ConversionReport:
     """What a conversion changed.
 
     `inserted` counts new parameters of coupling and norm, `trainable` those with gradients; `logits` is the relative

@@ -32,11 +32,11 @@ class Moments:
         mean = weight.new_zeros(weight.shape[:2]) if bias is None else bias.double()
         return cls(weight @ weight.mT + mean[:, :, None] * mean[:, None], mean)
 
-    def seen_through(self, encode: Tensor) -> Moments:
+    def transform(self, encode: Tensor) -> Moments:
         """Of E y."""
         return Moments(encode @ self.second @ encode.mT, (encode @ self.mean[..., None])[..., 0])
 
-    def centred(self) -> Tensor:
+    def covariance(self) -> Tensor:
         return self.second - self.mean[:, :, None] * self.mean[:, None]
 
 
@@ -67,12 +67,12 @@ class Fit:
         half = keys.shape[1]
         unit = torch.eye(2 * half, dtype=keys.dtype, device=keys.device)
         return (
-            distance(moments, unit[:half] - keys, key_offset, unit[:half]),
-            distance(moments, unit[half:] - values, offset.flatten(1), unit[half:]),
+            measure_error(moments, unit[:half] - keys, key_offset, unit[:half]),
+            measure_error(moments, unit[half:] - values, offset.flatten(1), unit[half:]),
         )
 
 
-def distance(moments: Moments, left: Tensor, offset: Tensor, whole: Tensor) -> float:
+def measure_error(moments: Moments, left: Tensor, offset: Tensor, whole: Tensor) -> float:
     """√(E‖L y − offset‖² / E‖W y‖²) over all groups."""
     missed = torch.einsum("nij,njk,nik->", left, moments.second, left)
     missed = missed - 2 * (offset * (left @ moments.mean[..., None])[..., 0]).sum() + offset.square().sum()
@@ -80,7 +80,7 @@ def distance(moments: Moments, left: Tensor, offset: Tensor, whole: Tensor) -> f
     return float((missed.clamp(min=0) / size.clamp(min=torch.finfo(size.dtype).tiny)).sqrt())
 
 
-def unmerged(groups: int, members: int, width: int, like: Tensor) -> Fit:
+def average_heads(groups: int, members: int, width: int, like: Tensor) -> Fit:
     """The mean of each group's keys and of its values; with one member a group, those themselves."""
     unit = torch.eye(width, dtype=torch.float64, device=like.device)
     mean = unit.repeat(1, members) / members  # [D, mD]
@@ -97,17 +97,17 @@ def unmerged(groups: int, members: int, width: int, like: Tensor) -> Fit:
     )
 
 
-def merge(moments: Moments, members: int, *, least_squares: bool, turn_keys: bool) -> Fit:
+def merge_heads(moments: Moments, members: int, *, least_squares: bool, rotated_keys: bool) -> Fit:
     """m key/value heads become one: by their mean, or by least squares.
 
     Values: v_j ≈ V_j v' with v' = Uᵀ v, U the D leading eigenvectors of the values' second moment: no other D numbers
     carry the values better. Keys under RoPE: what is done to a query must commute with the rotation, so each pair of
     entries is one complex number z_j of head j and z_j ≈ c_j z', the leading eigenvector of E[z zᴴ]; without
-    `turn_keys` (norms stand between) the mean.
+    `rotated_keys` (norms stand between) the mean.
     """
     groups, size = moments.mean.shape
     width = size // (2 * members)
-    fit = unmerged(groups, members, width, moments.second)
+    fit = average_heads(groups, members, width, moments.second)
     if not least_squares or members == 1:
         return fit
     half = size // 2
@@ -115,12 +115,12 @@ def merge(moments: Moments, members: int, *, least_squares: bool, turn_keys: boo
     scale = members**-0.5  # the stored value has the size of one head's
     fit.value = torch.cat([torch.zeros_like(lead), lead], 1).mT * scale
     fit.values = lead.unflatten(1, (members, width)) / scale
-    if turn_keys:
-        fit.key, fit.queries = turned_keys(moments.second[:, :half, :half], members)
+    if rotated_keys:
+        fit.key, fit.queries = merge_rotated_keys(moments.second[:, :half, :half], members)
     return fit
 
 
-def turned_keys(second: Tensor, members: int) -> tuple[Tensor, Tensor]:
+def merge_rotated_keys(second: Tensor, members: int) -> tuple[Tensor, Tensor]:
     """E_k [N, D, 2mD] and Q_j [N, m, D, D] of z_j ≈ c_j z', z = k_i + i k_{i+D/2}, for each of the D/2 frequencies."""
     groups = second.shape[0]
     width = second.shape[1] // members
@@ -146,7 +146,7 @@ def turned_keys(second: Tensor, members: int) -> tuple[Tensor, Tensor]:
     return encode, queries
 
 
-def share(fit: Fit, moments: Moments, *, weight: float, centre: bool) -> Fit:
+def share_key_value(fit: Fit, moments: Moments, *, weight: float, centre: bool) -> Fit:
     """One tensor s for the fit's key and value: key ≈ s, value ≈ M s + c.
 
     Minimises w E‖key − s‖²/E‖key‖² + (1 − w) (E‖value − M s − c‖² + λ‖M‖²)/E‖value‖². Given M, s is a linear map of
@@ -156,9 +156,9 @@ def share(fit: Fit, moments: Moments, *, weight: float, centre: bool) -> Fit:
     """
     assert fit.value is not None
     width = fit.key.shape[1]
-    both = moments.seen_through(torch.cat([fit.key, fit.value], 1))
-    spread = both.centred() if centre else both.second
-    encode, decode = shared_maps(spread, weight)
+    both = moments.transform(torch.cat([fit.key, fit.value], 1))
+    spread = both.covariance() if centre else both.second
+    encode, decode = fit_shared_maps(spread, weight)
     if centre:
         offset = both.mean[:, :width] - (encode @ both.mean[..., None])[..., 0]
         constant = both.mean[:, width:] - (decode @ both.mean[:, :width, None])[..., 0]
@@ -175,7 +175,7 @@ def share(fit: Fit, moments: Moments, *, weight: float, centre: bool) -> Fit:
     )
 
 
-def shared_maps(spread: Tensor, weight: float) -> tuple[Tensor, Tensor]:
+def fit_shared_maps(spread: Tensor, weight: float) -> tuple[Tensor, Tensor]:
     """s = B (key, value) and value ≈ M s for spread [N, 2D, 2D]: B [N, D, 2D], M [N, D, D]."""
     width = spread.shape[-1] // 2
     tiny = torch.finfo(spread.dtype).tiny
@@ -200,7 +200,7 @@ def shared_maps(spread: Tensor, weight: float) -> tuple[Tensor, Tensor]:
         penalty = ridge * decode.square().sum((-2, -1), keepdim=True)
         return (to_key * key + to_value * (value + penalty))[..., 0, 0]
 
-    decode = starts(spread, to_key, to_value)  # [starts, N, D, D]
+    decode = guess_decoders(spread, to_key, to_value)  # [starts, N, D, D]
     encode = encoder(decode)
     before = cost(encode, decode)
     for step in range(ROUNDS):
@@ -216,7 +216,7 @@ def shared_maps(spread: Tensor, weight: float) -> tuple[Tensor, Tensor]:
     return encode[0], decode[0]
 
 
-def starts(spread: Tensor, to_key: Tensor, to_value: Tensor) -> Tensor:
+def guess_decoders(spread: Tensor, to_key: Tensor, to_value: Tensor) -> Tensor:
     """First guesses of M [starts, N, D, D]: 0 (s is the key) and the principal components' U_v U_k⁻¹, with ridges."""
     width = spread.shape[-1] // 2
     scale = torch.cat([to_key.sqrt().expand(-1, width, 1), to_value.sqrt().expand(-1, width, 1)], 1)

@@ -27,15 +27,15 @@ from transformers import (
     PreTrainedModel,
 )
 
-from qklab.hf.convert.apply import Before, convert, freeze, inserted_parameters
+from qklab.hf.convert.apply import Unconverted, convert, freeze_parameters, list_inserted_parameters
 from qklab.hf.convert.check import check_options
-from qklab.hf.convert.layers import insert, reshape, rotary_of
-from qklab.hf.convert.record import Conversion, Report, conversion_of
+from qklab.hf.convert.layers import find_rotary, insert_stages, reshape_projections
+from qklab.hf.convert.record import Conversion, ConversionReport, find_conversion
 from qklab.hf.families import find_family
 from qklab.runs.files import write_json, write_tensors
 
 CONVERTED = "qklab-converted"
-STOP = "this folder holds a model converted by qklab: import qklab.hf and load it with qklab.hf.load or an Auto class"
+STOP = "this folder holds a model converted by qklab: import qklab.hf and load it by load_converted or an Auto class"
 RECORD, WEIGHTS = "qklab_adapter.json", "qklab_adapter.safetensors"
 
 
@@ -51,10 +51,10 @@ class SavesConverted:
         cast(Any, super()).save_pretrained(save_directory, *args, **kwargs)
         path = Path(save_directory) / "config.json"
         if kwargs.get("is_main_process", args[0] if args else True) and path.exists():
-            write_json(path, wrapped(json.loads(path.read_text())), sort_keys=True)
+            write_json(path, wrap_config(json.loads(path.read_text())), sort_keys=True)
 
 
-def wrapped(config: dict[str, Any]) -> dict[str, Any]:
+def wrap_config(config: dict[str, Any]) -> dict[str, Any]:
     """A family's configuration as that of a converted model."""
     if config.get("model_type") == CONVERTED:
         return config
@@ -98,7 +98,7 @@ class Loader:
 
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike[str], *args: Any, config: Any = None, **kwargs: Any) -> Any:
-        return load_as(folder, cls.classes, kwargs)
+        return load_converted_as(folder, cls.classes, kwargs)
 
 
 class CausalLMLoader(Loader):
@@ -109,7 +109,7 @@ class SequenceClassificationLoader(Loader):
     classes = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 
-def register() -> None:
+def register_converted_classes() -> None:
     """Let the Auto classes load converted models."""
     AutoConfig.register(CONVERTED, ConvertedConfig, exist_ok=True)
     pairs = (
@@ -121,12 +121,12 @@ def register() -> None:
         auto.register(ConvertedConfig, cast(Any, loader), exist_ok=True)
 
 
-def load(folder: str | os.PathLike[str], **kwargs: Any) -> PreTrainedModel:
+def load_converted(folder: str | os.PathLike[str], **kwargs: Any) -> PreTrainedModel:
     """The converted model that `model.save_pretrained(folder)` wrote. `kwargs` are those of `from_pretrained`."""
-    return load_as(folder, None, kwargs)
+    return load_converted_as(folder, None, kwargs)
 
 
-def load_as(folder: str | os.PathLike[str], classes: Any, kwargs: dict[str, Any]) -> PreTrainedModel:
+def load_converted_as(folder: str | os.PathLike[str], classes: Any, kwargs: dict[str, Any]) -> PreTrainedModel:
     """As the class it was saved from, or the one that `classes` has for its family."""
     path = Path(folder) / "config.json"
     if not path.is_file():
@@ -168,19 +168,19 @@ def loading_class(cls: type[PreTrainedModel]) -> Any:
     def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         cls.__init__(self, config, *args, **kwargs)
         conversion = Conversion.from_dict(config.qklab)
-        rotary = rotary_of(self)
+        rotary = find_rotary(self)
         for name, layer in conversion.layout.layers(self).items():
-            reshape(layer, conversion)
-            insert(name, layer, conversion, conversion.layout.kv_heads(config), rotary, seed=0)
+            reshape_projections(layer, conversion)
+            insert_stages(name, layer, conversion, conversion.layout.kv_heads(config), rotary, seed=0)
 
     members = {"__init__": build, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
     return type(cls.__name__, (cls,), members)
 
 
-def adapter_record(model: PreTrainedModel) -> dict[str, Any]:
+def describe_adapter(model: PreTrainedModel) -> dict[str, Any]:
     """What an adapter must fit: the conversion and the model's shape."""
-    conversion = conversion_of(model)
-    if conversion is None or not inserted_parameters(model):
+    conversion = find_conversion(model)
+    if conversion is None or not list_inserted_parameters(model):
         raise ValueError("this model has no inserted coupling or norm to save; convert it with coupling= or norm=.")
     family = conversion.layout
     layers = family.layers(model)
@@ -195,16 +195,18 @@ def adapter_record(model: PreTrainedModel) -> dict[str, Any]:
 
 def save_adapter(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
     """Write what was inserted, coupling and norm, without the model: qklab_adapter.safetensors and .json."""
-    record = adapter_record(model)
+    record = describe_adapter(model)
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    base = len(base_prefix(model))
-    tensors = {name[base:]: value.detach().cpu().contiguous() for name, value in inserted_parameters(model)}
+    base = len(find_base_prefix(model))
+    tensors = {name[base:]: value.detach().cpu().contiguous() for name, value in list_inserted_parameters(model)}
     write_tensors(path / WEIGHTS, tensors)
     write_json(path / RECORD, record, sort_keys=True)
 
 
-def load_adapter(model: PreTrainedModel, folder: str | os.PathLike[str], *, trainable: Any = None) -> Report | None:
+def load_adapter(
+    model: PreTrainedModel, folder: str | os.PathLike[str], *, trainable: Any = None
+) -> ConversionReport | None:
     """Insert what `save_adapter` wrote into a model of the same shape, converting it where it is not yet converted.
 
     An adapter of a model whose weights were replaced as well (share, kv_heads) fits only a model converted that way.
@@ -218,10 +220,10 @@ def load_adapter(model: PreTrainedModel, folder: str | os.PathLike[str], *, trai
     report = None
     if wanted.family != model.config.model_type:
         raise ValueError(f"this adapter is for {wanted.layout.title}, but the model is {family.title}.")
-    check_shape(model, record)
+    check_adapter_shape(model, record)
     check_options(wanted, None, 0.5, trainable)
     tensors = load_file(path / WEIGHTS)
-    if conversion_of(model) is None:
+    if find_conversion(model) is None:
         if wanted.overwrites:
             raise ValueError(
                 f"this adapter belongs to a model whose weights were replaced ({wanted.name}); convert or load that "
@@ -230,15 +232,15 @@ def load_adapter(model: PreTrainedModel, folder: str | os.PathLike[str], *, trai
         report = convert(
             model, coupling=wanted.coupling, norm=wanted.norm, norm_eps=wanted.norm_eps, trainable=trainable
         )
-    elif adapter_record(model) != record:
-        have = conversion_of(model)
+    elif describe_adapter(model) != record:
+        have = find_conversion(model)
         raise ValueError(
             f"this adapter is of {wanted.name}, but the model is converted to {have.name if have else 'nothing'}."
         )
     else:
-        model.__dict__.setdefault("qklab_before", Before()).frozen += freeze(model, trainable)
-    base = len(base_prefix(model))
-    own = {name[base:]: value for name, value in inserted_parameters(model)}
+        model.__dict__.setdefault("qklab_before", Unconverted()).frozen += freeze_parameters(model, trainable)
+    base = len(find_base_prefix(model))
+    own = {name[base:]: value for name, value in list_inserted_parameters(model)}
     if own.keys() != tensors.keys():
         raise ValueError(f"the adapter in {folder} does not have the parameters that its record promises.")
     with torch.no_grad():
@@ -247,7 +249,7 @@ def load_adapter(model: PreTrainedModel, folder: str | os.PathLike[str], *, trai
     return report
 
 
-def check_shape(model: PreTrainedModel, record: dict[str, Any]) -> None:
+def check_adapter_shape(model: PreTrainedModel, record: dict[str, Any]) -> None:
     family = find_family(model)
     layers = family.layers(model)
     have = {
@@ -261,6 +263,6 @@ def check_shape(model: PreTrainedModel, record: dict[str, Any]) -> None:
             raise ValueError(f"the adapter is for {name}={record.get(name)}, but this model has {name}={value}.")
 
 
-def base_prefix(model: PreTrainedModel) -> str:
+def find_base_prefix(model: PreTrainedModel) -> str:
     """The part of parameter names that comes from the head around the base model, so that adapters fit any head."""
     return "" if model.base_model is model else f"{model.base_model_prefix}."

@@ -3,16 +3,11 @@
 import { count, digits, grouped, isNumber, mean, short, signed, time } from "./core.js";
 import { armStyle } from "./colours.js";
 import { extent, isWide, nameRoom, Plot } from "./plot.js";
-import { Figure } from "./figure.js";
+import { Figure, makeControl, scaleControl } from "./figure.js";
+import { layerAxis, QUANTITIES } from "./quantities.js";
 import { axisName, group, metricOf, ownMetric, runName, runsOf } from "./arms.js";
 import { seedsNote, statusLines, viewNames, viewOf, visibleArms } from "./arms.js";
 
-export const scaleControl = () => ({
-  name: "scale",
-  label: "Scale",
-  start: "linear",
-  options: () => [["linear", "linear"], ["log", "log"]],
-});
 const finitePoints = (points) => points.filter(([x, y]) => isNumber(x) && isNumber(y));
 
 // arms with the lines of their runs, pointsOf(run) → [[x, y], …]; those without any are left out
@@ -111,18 +106,14 @@ function drawDifference(figure, width) {
     const band = low ? xs.map((at, k) => [at, low[k], high[k]]) : [];
     return { arm, lines: [], middle: xs.map((at, k) => [at, means[k]]), band };
   });
-  const y = {
-    label: `difference of validation ${label} to ${group().study.baseline}, ${unit}`,
-    include: [0],
-    zero: true,
-  };
+  const title = `difference of validation ${label} to ${group().study.baseline}`;
+  const y = { label: `${title}, ${unit}`, include: [0], zero: true };
   const tell = ([at, value], arm) => {
     const { n, level, x: xs, low, high } = arm.learning[by], k = xs.indexOf(at);
     const interval = low ? [`${digits(100 * level, 3)} % interval ${signed(low[k], 4)} to ${signed(high[k], 4)}`] : [];
     const over = n === 1 ? "one seed" : `mean of ${n} seeds`;
     return [`${signed(value, 4)} ${unit}, ${over}`, ...interval, x.tell(at)];
   };
-  const title = `Difference of validation ${label} along training`;
   return drawLines(width, series, { title, x, y, from: startOf(figure, series), tell });
 }
 function drawCurves(figure, width) {
@@ -142,7 +133,8 @@ function drawCurves(figure, width) {
 }
 const isDifference = () => curves.get("what") === "difference";
 const canCompare = () => group().arms.some((arm) => arm.learning);
-const TEXTS = [["valid", "validation"], ["train", "training"]];
+const differenceOption = () => ["difference", `difference to ${group().study.baseline}`];
+const CURVES = [["curves", "curves"]], TEXTS = [["valid", "validation"], ["train", "training"]];
 function curveViews() {
   const trained = (view) => group().runs.some((run) => run.train?.[view.metric.name]);
   if (isDifference()) return [["", ""]];
@@ -151,20 +143,12 @@ function curveViews() {
 export const curves = new Figure("curves", {
   title: "Learning curves",
   controls: [
-    {
-      name: "what",
-      label: "Show",
-      start: "curves",
-      options: () => [
-        ["curves", "curves"],
-        ...(canCompare() ? [["difference", `difference to ${group().study.baseline}`]] : []),
-      ],
-    },
-    { name: "text", label: "Text", start: "valid", options: () => (isDifference() ? TEXTS.slice(0, 1) : TEXTS) },
-    { name: "x", label: "Against", start: "tokens", options: () => [["tokens", "tokens"], ["seconds", "time"]] },
+    makeControl("what", "Show", () => (canCompare() ? [...CURVES, differenceOption()] : CURVES)),
+    makeControl("text", "Text", () => (isDifference() ? TEXTS.slice(0, 1) : TEXTS)),
+    makeControl("x", "Against", () => [["tokens", "tokens"], ["seconds", "time"]]),
     scaleControl(),
-    { name: "unit", label: "In", start: () => ownMetric().name, options: curveViews },
-    { name: "range", label: "Range", start: "all", options: () => [["all", "all"], ["end", "second half"]] },
+    makeControl("unit", "In", curveViews, { start: () => ownMetric().name }),
+    makeControl("range", "Range", () => [["all", "all"], ["end", "second half"]]),
   ],
   caption: (figure) => {
     const clock = figure.get("x") === "seconds" ? "Time is that of training steps only, without evaluation. " : "";
@@ -188,7 +172,8 @@ function probeOptions() {
   const steps = probed().map((run) => run.probes.step).reduce((a, b) => (b.length > a.length ? b : a), []);
   return [["last", "last probe"], ...steps.slice(0, -1).map((step, k) => [k, `step ${grouped(step)}`]).reverse()];
 }
-function layerFigure(id, { quantity, title, label, unit, caption }) {
+function layerFigure(id, quantity) {
+  const { title, label, caption } = QUANTITIES[quantity];
   const draw = (figure, width) => {
     const at = figure.get("at");
     const series = armLines(({ probes }) => {
@@ -197,29 +182,14 @@ function layerFigure(id, { quantity, title, label, unit, caption }) {
     });
     if (!series.length) return "No probe is recorded yet, or all arms are hidden.";
     const layers = Math.max(...series.flatMap(({ lines }) => lines.map(({ points }) => points.length)));
-    const every = Math.ceil(layers / Math.max(2, Math.floor(width / 45)));
-    const ticks = count(layers).filter((k) => k % every === 0).map((k) => k + 1);
-    const x = { domain: [0.75, layers + 0.25], label: "layer", ticks, format: String };
-    const tell = ([layer, value]) => [`layer ${layer}: ${digits(value, 4)}${unit}`];
-    return drawLines(width, series, { title, x, y: { label, include: [0] }, height: 280, markers: 32, tell });
+    const x = layerAxis(layers, width), y = { label: `${label}, mean over heads`, include: [0] };
+    const tell = ([layer, value]) => [`layer ${layer}: ${digits(value, 4)}`, label];
+    return drawLines(width, series, { title, x, y, height: 280, markers: 32, tell });
   };
-  const controls = [{ isList: true, name: "at", label: "At", start: "last", options: probeOptions }];
+  const controls = [makeControl("at", "At", probeOptions, { isList: true })];
   return new Figure(id, { title, heading: title, controls, caption: () => caption, draw });
 }
-export const entropy = layerFigure("entropy", {
-  quantity: "entropy",
-  title: "Entropy",
-  label: "nats, mean over heads",
-  unit: " nats",
-  caption: "How spread out attention is. 0: each query looks at one token; towards 0 it collapses.",
-});
-export const sink = layerFigure("sink", {
-  quantity: "sink_mass",
-  title: "Sink mass",
-  label: "share on the first token, mean over heads",
-  unit: "",
-  caption: "How much attention is parked on the first token of the text. Near 1 a head does nothing.",
-});
+export const entropy = layerFigure("entropy", "entropy"), sink = layerFigure("sink", "sink_mass");
 
 // logits
 
@@ -256,14 +226,9 @@ function drawLogits(figure, width) {
 export const logits = new Figure("logits", {
   title: "Growth of the logits",
   controls: [
-    {
-      name: "what",
-      label: "Show",
-      start: "largest_logit",
-      options: () => Object.entries(LOGITS).map(([key, { name }]) => [key, name]),
-    },
+    makeControl("what", "Show", () => Object.entries(LOGITS).map(([key, { name }]) => [key, name])),
     scaleControl(),
-    { isList: true, name: "layer", label: "Layer", start: "all", options: layerOptions },
+    makeControl("layer", "Layer", layerOptions, { isList: true }),
   ],
   caption: (figure) => `${LOGITS[figure.get("what")].caption} Thin: seeds; bold: their mean.`,
   draw: drawLogits,

@@ -15,10 +15,15 @@ function showTip(title, lines, x, y) {
   tip.style.top = `${y + box.height + 22 > innerHeight ? Math.max(6, y - box.height - 12) : y + 16}px`;
 }
 
+// A row of buttons, or a list; options() are [value, text], and start() is chosen at first, or else the first of them.
+export const makeControl = (name, label, options, { start = () => null, isList = false } = {}) => (
+  { name, label, options, start, isList }
+);
+export const scaleControl = () => makeControl("scale", "Scale", () => [["linear", "linear"], ["log", "log"]]);
+
 export const figures = [];
 export class Figure {
-  // draw(figure, width): a plot, or a sentence where there is nothing to draw.
-  // A control: { name, label, start, options(), isList }, its options [value, text]; start may be a function, too.
+  // draw(figure, width): a plot, or a sentence where there is nothing to draw
   constructor(id, { title, heading = null, controls = [], caption, draw }) {
     Object.assign(this, { id, title, controls, caption, draw, isNear: false, isFresh: false });
     const button = (kind, action) => {
@@ -36,7 +41,7 @@ export class Figure {
   }
   get(name) {
     const { options, start } = this.controls.find((control) => control.name === name), values = options();
-    const value = state.controls[this.id]?.[name] ?? (typeof start === "function" ? start() : start);
+    const value = state.controls[this.id]?.[name] ?? start();
     return values.some(([v]) => String(v) === String(value)) ? value : values[0][0];
   }
   set(name, value) {

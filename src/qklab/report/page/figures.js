@@ -3,8 +3,7 @@
 import { bytes, count, digits, grouped, isNumber, mean, perCent, plural, short, signed, time } from "./core.js";
 import { armStyle } from "./colours.js";
 import { extent, isWide, nameRoom, Plot } from "./plot.js";
-import { Figure } from "./figure.js";
-import { scaleControl } from "./curves.js";
+import { Figure, makeControl, scaleControl } from "./figure.js";
 import { drawMap, drawShades } from "./heatmap.js";
 import { axisName, finalScores, group, isHidden, meanOf, ownMetric, runName, runsOf } from "./arms.js";
 import { seedsNote, valueOf, viewNames, viewOf, visibleArms } from "./arms.js";
@@ -104,7 +103,7 @@ function drawForest(figure, width) {
 }
 export const forest = new Figure("forest", {
   title: "Paired differences with intervals",
-  controls: [{ name: "unit", label: "Unit", start: "own", options: differenceUnits }],
+  controls: [makeControl("unit", "Unit", differenceUnits)],
   caption: () => {
     const { study, arms } = group(), { unit, lower_is_better } = ownMetric();
     if (!study) return "";
@@ -189,7 +188,7 @@ function drawRatesOfArm(plot, arm, runs, lrs, { view, valid, at }) {
 }
 export const rates = new Figure("rates", {
   title: "Loss against learning rate",
-  controls: [{ name: "unit", label: "In", start: () => ownMetric().name, options: () => viewNames() }],
+  controls: [makeControl("unit", "In", () => viewNames(), { start: () => ownMetric().name })],
   caption: () => {
     const { study, runs } = group(), seeds = study?.tuning_seeds === 1 ? "seed" : `${study?.tuning_seeds} seeds`;
     const through = study
@@ -261,18 +260,8 @@ function drawNamesBeside(plot, labels) {
 export const cost = new Figure("cost", {
   title: "Cost and quality",
   controls: [
-    {
-      name: "x",
-      label: "Against",
-      start: "cache",
-      options: () => Object.entries(COSTS).map(([key, { name }]) => [key, name]),
-    },
-    {
-      name: "unit",
-      label: "In",
-      start: () => ownMetric().exponential || ownMetric().name,
-      options: () => viewNames(),
-    },
+    makeControl("x", "Against", () => Object.entries(COSTS).map(([key, { name }]) => [key, name])),
+    makeControl("unit", "In", () => viewNames(), { start: () => ownMetric().exponential || ownMetric().name }),
     scaleControl(),
   ],
   caption: () =>
@@ -325,7 +314,7 @@ function drawMaps(figure, width) {
 }
 export const maps = new Figure("maps", {
   title: "Attention maps",
-  controls: [{ isList: true, name: "head", label: "Show", start: "0", options: headOptions }],
+  controls: [makeControl("head", "Show", headOptions, { isList: true })],
   caption: () => {
     const own = attentionOf().find(({ layers }) => layers);
     if (!own) return "";

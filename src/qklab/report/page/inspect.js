@@ -5,6 +5,7 @@ import { armStyle } from "./colours.js";
 import { extent, isWide, Plot } from "./plot.js";
 import { Figure } from "./figure.js";
 import { drawMap, drawShades, tokenLabel, visibleText } from "./heatmap.js";
+import { layerAxis, QUANTITIES } from "./quantities.js";
 import { makeTable } from "./table.js";
 import { startPage } from "./theme.js";
 
@@ -53,16 +54,14 @@ function mapFigure(layer) {
 }
 
 // a dot for every head of a layer, and a line through the means
-function drawByLayer(width, table, { title, label, limit = null }) {
+function drawByLayer(width, table, { title, label, limit }) {
   const domain = extent(table.flat(), { pad: 0.06, include: [0, ...(limit ? [limit.value] : [])] });
   if (!table.flat().some(isNumber)) return DIVERGED;
-  const every = Math.ceil(layerCount / Math.max(2, Math.floor(width / 45)));
-  const ticks = count(layerCount).filter((k) => k % every === 0).map((k) => k + 1);
-  const x = { domain: [0.5, layerCount + 0.5], label: "layer", ticks, format: String };
-  const plot = new Plot(width, 280, { x, y: { domain, label }, title }), { colour } = armStyle(1);
+  const plot = new Plot(width, 280, { x: layerAxis(layerCount, width), y: { domain, label }, title }),
+    { colour } = armStyle(1);
   plot.line(table.map((row, k) => [k + 1, meanOrNull(row)]), { colour, width: 2.4 });
   if (limit) {
-    plot.line([[0.5, limit.value], [layerCount + 0.5, limit.value]], { colour: armStyle(2).colour, dash: "5 4" });
+    plot.line([[0.6, limit.value], [layerCount + 0.4, limit.value]], { colour: armStyle(2).colour, dash: "5 4" });
     plot.text(plot.end, plot.y(limit.value) - 5, limit.name, { "font-size": 11.5, "text-anchor": "end" });
   }
   table.forEach((row, k) =>
@@ -75,7 +74,8 @@ function drawByLayer(width, table, { title, label, limit = null }) {
   );
   return plot;
 }
-function headFigure(name, { title, label, caption, limit }) {
+function headFigure(name, limit = null) {
+  const { title, label, caption } = QUANTITIES[name];
   const draw = (_, width) => drawByLayer(width, diagnostics[name], { title, label, limit });
   return new Figure(name, { title, heading: title, caption: () => caption, draw });
 }
@@ -113,22 +113,9 @@ section(
 );
 section("maps", "Attention", layers.map((layer) => mapFigure(layer).element));
 const quantities = [
-  headFigure("entropy", {
-    title: "Entropy",
-    label: "nats",
-    caption: "How spread out attention is. 0: each query looks at one token.",
-    limit: { value: data.largest_entropy, name: "uniform attention" },
-  }),
-  headFigure("sink_mass", {
-    title: "Sink mass",
-    label: "share on the first token",
-    caption: "How much attention is parked on the first token of the text. Near 1 a head does nothing.",
-  }),
-  headFigure("effective_rank", {
-    title: "Effective rank",
-    label: "effective rank of the scores",
-    caption: "How many directions the scores of a head use.",
-  }),
+  headFigure("entropy", { value: data.largest_entropy, name: "uniform attention" }),
+  headFigure("sink_mass"),
+  headFigure("effective_rank"),
   new Figure("spectrum", {
     title: "Singular values of the scores",
     heading: "Singular values",

@@ -68,15 +68,15 @@ class LocalExecutor:
         running.attempts.begin()
         tasks = running.unit.tasks
         running.said = {task.name: task.log.stat().st_size if task.log.exists() else 0 for task in tasks}
-        context = multiprocessing.get_context("spawn" if self.slots.gpus else "forkserver")
+        context: Any = multiprocessing.get_context("spawn" if self.slots.gpus else "forkserver")
         if not self.slots.gpus:
             context.set_forkserver_preload(PRELOADED)
         environment = self.slots.visible_devices(running.slot)
-        running.process = context.Process(target=perform_unit, args=(running.unit, environment), daemon=False)
+        running.process = process = context.Process(target=perform_unit, args=(running.unit, environment), daemon=False)
         # a signal sent to all processes at once must not end one that has not begun to listen, nor the one that forks
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
-            running.process.start()
+            process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

@@ -262,11 +262,11 @@ def prepare_node(order: NodeOrder) -> Unit:
         remote.fetch_study()
         tasks = [replace(task, folder=remote.local / task.folder.relative_to(unit.study)) for task in unit.tasks]
         unit = replace(unit, study=remote.local, tasks=tuple(tasks))
-    refuse_unfit(replace(order, unit=unit), platform.node())
+    refuse_unfit_node(replace(order, unit=unit), platform.node())
     return unit
 
 
-def refuse_unfit(order: NodeOrder, node: str) -> None:
+def refuse_unfit_node(order: NodeOrder, node: str) -> None:
     """Refuse a node that would make other runs than those that are meant."""
     unit = order.unit
     if qklab.__version__ != order.version:

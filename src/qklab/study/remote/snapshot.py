@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from qklab.runs.files import hash_file
+from qklab.runs.files import hash_file, move_file
 from qklab.study.remote.store import Store
 
 KEPT = 2
@@ -113,7 +113,7 @@ class RemoteFolder:
                     make_room()
                     for name in sorted(names, key=lambda name: (name == "summary.json", name == "run.json")):
                         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                        (stage / name).replace(folder / name)
+                        move_file(stage / name, folder / name)
                     return True
             return False
         finally:

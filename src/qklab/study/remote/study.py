@@ -6,7 +6,6 @@ report.html
 """
 
 import hashlib
-import os
 import re
 import shutil
 import threading
@@ -15,7 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from qklab.runs.files import hash_file, link_file
+from qklab.runs.environment import find_cache_root
+from qklab.runs.files import copy_file, hash_file, link_file
 from qklab.study.records import ANALYSES, STUDY, is_in_use
 from qklab.study.remote.snapshot import FolderSnapshot, RemoteFolder, describe_progress
 from qklab.study.remote.store import Store, StoreError
@@ -34,9 +34,10 @@ def is_url(text: str) -> bool:
 
 def find_cache(url: str) -> Path:
     """Where the study at `url` lives on this machine."""
-    root = Path(os.environ.get("QKLAB_CACHE") or Path.home() / ".cache" / "qklab")
     name = re.sub(r"[^A-Za-z0-9]+", "-", url).strip("-")[-40:]
-    return (root / "studies" / f"{name}-{hashlib.sha256(url.rstrip('/').encode()).hexdigest()[:12]}").absolute()
+    return (
+        find_cache_root() / "studies" / f"{name}-{hashlib.sha256(url.rstrip('/').encode()).hexdigest()[:12]}"
+    ).absolute()
 
 
 def print_flushed(sentence: str) -> None:
@@ -65,7 +66,7 @@ class RemoteStudy:
         stage.mkdir()
         for name in (STUDY, ANALYSES):
             if (self.local / name).exists():
-                shutil.copyfile(self.local / name, stage / name)
+                copy_file(self.local / name, stage / name)
         RemoteFolder(self.store, "study").upload(stage)
         shutil.rmtree(stage)
 
@@ -161,7 +162,7 @@ class RemoteStudy:
 
 def stage_file(source: Path, target: Path, *, copy: bool = False) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    (shutil.copyfile if copy else link_file)(source, target)
+    (copy_file if copy else link_file)(source, target)
 
 
 def is_as_far(run: Path, snapshot: FolderSnapshot, *, checkpoints: bool) -> bool:

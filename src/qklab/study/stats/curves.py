@@ -55,7 +55,7 @@ def match_seeds(arm: Curves, baseline: Curves) -> list[Any]:
     seeds = [seed for seed in arm if seed in baseline]
     if len(seeds) != len(arm) or len(seeds) != len(baseline):
         alone = [str(seed) for seed in [*arm, *baseline] if seed not in seeds]
-        raise ValueError(f"FinitePairs need every seed in both arms, but {', '.join(alone)} came in one only.")
+        raise ValueError(f"Pairs need every seed in both arms, but {', '.join(alone)} came in one only.")
     if not seeds:
         raise ValueError("There is nothing to compare: no seed has a curve in both arms.")
     return seeds

@@ -1,4 +1,4 @@
-"""EquivalenceTest: two one-sided tests that show a difference to be within a margin."""
+"""Equivalence: two one-sided tests that show a difference to be within a margin."""
 
 from dataclasses import dataclass
 

@@ -46,12 +46,10 @@ class Checkpoints:
         *,
         run: str | None = None,
         say: Callable[[str], None] = print,
-        background: bool = True,
     ):
         if keep < 1:
             raise CheckpointError(f"at least 1 checkpoint must be kept, but keep={keep} came.")
         self.folder, self.keep, self.run, self.say = Path(folder), keep, run, say
-        self.background = background
         self.copies: dict[str, Tensor] = {}
         self.thread: threading.Thread | None = None
         self.failure: Exception | None = None
@@ -73,8 +71,6 @@ class Checkpoints:
             # Not a daemon: a program that ends without wait() still ends with its last checkpoint on disk.
             self.thread = threading.Thread(target=self.write_copies, args=(manifest,), name="checkpoint")
             self.thread.start()
-        if not self.background:
-            call_on_first_rank(self.wait)
 
     def wait(self) -> None:
         """Return when all that this rank writes is on disk; raises CheckpointError if it could not be written.

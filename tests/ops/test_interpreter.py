@@ -1,0 +1,26 @@
+"""The kernels' tests in Triton's interpreter, where there is no GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kernels import GPU, INSTALLED, INTERPRETED
+
+
+@pytest.mark.long
+@pytest.mark.skipif(GPU or INTERPRETED or not INSTALLED, reason="the kernels run in this process, or not at all")
+@pytest.mark.parametrize("file", ["test_coupling_kernel.py", "test_decode_kernel.py", "test_loss.py"])
+def test_the_kernel_in_the_interpreter(file: str) -> None:
+    path = Path(__file__).with_name(file)
+    options = ["-q", "-rs", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    options += [] if file.endswith("_kernel.py") else ["-k", "triton"]
+    command = [sys.executable, "-m", "pytest", *options, str(path)]
+    answer = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
+    )
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert " passed" in answer.stdout
+    skipped = [line for line in answer.stdout.splitlines() if line.startswith("SKIPPED")]
+    assert all("needs a real GPU" in line for line in skipped), skipped

@@ -219,6 +219,14 @@ def test_a_worker_that_dies_is_one_sentence(folder: Path, tmp_path: Path, monkey
         workers.train_in_worker([[b"text"]], "many")  # pyright: ignore[reportArgumentType]
 
 
+def test_a_worker_leaves_ctrl_c_to_the_process_that_feeds_it(folder: Path, build: Build) -> None:
+    process = workers.start_worker(workers.serve_encoding, str(build(folder).folder / "tokenizer.json"))
+    for _ in range(2):
+        assert [ids.tolist() for ids in workers.ask_worker(process, [[b"abc", b""]], "tokenises")] == [[97, 98, 99], []]
+        process.send_signal(signal.SIGINT)
+    workers.stop_worker(process)
+
+
 PROGRAM = """
     import signal, sys
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell begins with it ignored

@@ -186,10 +186,16 @@ def test_every_damaged_file_is_found(folder: Path, build: Build) -> None:
         for damage in (flip, cut, Path.unlink):
             damage(path)
             with pytest.raises(DataError) as caught:
-                Corpus.open(corpus.folder).verify()
+                damaged = Corpus.open(corpus.folder)
+                assert damage is flip or path.name == "tokenizer.json"  # a size is seen at once
+                damaged.verify()
             assert path.name in str(caught.value)
             path.write_bytes(raw)
     Corpus.open(corpus.folder).verify()
+    manifest = corpus.folder / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"repeats_kept": 0', '"repeats_kept": 1'))
+    with pytest.raises(DataError, match=r"manifest.json is damaged \(its hash does not fit\)"):
+        Corpus.open(corpus.folder)
 
 
 def test_a_folder_that_is_no_corpus_is_told(tmp_path: Path) -> None:

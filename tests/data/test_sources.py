@@ -24,7 +24,9 @@ def texts(source: Any) -> list[tuple[str | None, str]]:
 
 
 def test_a_folder_is_read_by_name_with_everything_under_it(tmp_path: Path) -> None:
-    folder = write(tmp_path, b_txt="B", a__z_txt="Z", a__c_jsonl='{"text": "C"}', _hidden_txt="no", note_md="no")
+    folder = write(
+        tmp_path, b_txt="B", a__z_txt="Z", a__c_jsonl='{"text": "C"}', _hidden_txt="no", _git__x_txt="no", note_md="no"
+    )
     source = find_source(str(folder))
     assert texts(source) == [(None, "C"), (None, "Z"), (None, "B")]
     assert [row[0] for row in source.list_contents()] == ["a/c.jsonl", "a/z.txt", "b.txt"]
@@ -38,12 +40,13 @@ def test_files_named_for_splits_keep_them_and_held_out_text_comes_first(tmp_path
     assert source.splits == {"train", "valid", "test"}
 
 
-def test_a_stray_file_among_split_files_is_not_ignored_and_test_files_alone_are_no_splits(tmp_path: Path) -> None:
+def test_a_stray_file_among_split_files_is_not_ignored_and_files_of_one_split_are_no_splits(tmp_path: Path) -> None:
     folder = write(tmp_path / "stray", train_txt="T", valid_txt="V", extra_txt="X")
     with pytest.raises(DataError, match=r"also extra\.txt; name it train…"):
         find_source(str(folder))
-    folder = write(tmp_path / "alone", test_a_txt="A", other_txt="O")
-    assert texts(find_source(str(folder))) == [(None, "O"), (None, "A")]
+    for split in ("test", "train"):
+        folder = write_files(tmp_path / split, {f"{split}.a.txt": "A", "other.txt": "O"})
+        assert texts(find_source(str(folder))) == [(None, "O"), (None, "A")]
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,10 @@ from qklab.hf import convert, load_adapter, save_adapter
 def build_model() -> LlamaForCausalLM:
     """Stands for yours: AutoModelForCausalLM.from_pretrained(…)."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).eval()
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+    )
+    return LlamaForCausalLM(config).eval()
 
 
 model = build_model()

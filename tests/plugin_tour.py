@@ -69,8 +69,11 @@ def check_family() -> None:
     from qklab.hf import convert
     from qklab.optim import attention_roles
 
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = ArceeForCausalLM(ArceeConfig(vocab_size=32, bos_token_id=0, eos_token_id=1, **sizes)).eval()
+    config = ArceeConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    model = ArceeForCausalLM(config).eval()
     assert len(attention_roles(model)) == 1
     ids = torch.arange(8)[None]
     with torch.no_grad():

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -87,10 +88,8 @@ def test_mechanisms_are_listed_in_their_home_alone(registry: register.Registry) 
         for node in ast.walk(parse(module)):
             if isinstance(node, ast.List | ast.Tuple | ast.Set | ast.Dict):
                 inside = node.keys if isinstance(node, ast.Dict) else node.elts
-                listed = {entry.value for entry in inside if isinstance(entry, ast.Constant)} & names
-                assert len(listed) < 3 or module in LEFT, (
-                    f"{module}:{node.lineno} lists {', '.join(map(str, sorted(listed)))}"
-                )
+                listed = {str(entry.value) for entry in inside if isinstance(entry, ast.Constant)} & names
+                assert len(listed) < 3 or module in LEFT, f"{module}:{node.lineno} lists {', '.join(sorted(listed))}"
 
 
 # The words by which Transformers' models call their parts.
@@ -174,3 +173,10 @@ def test_a_window_is_the_patch_that_the_table_says(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "src")}
     ran = subprocess.run([sys.executable, "-c", WINDOWED], env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr[-2000:]
+
+
+def test_mutants_are_sent_to_tests_that_exist() -> None:
+    table = tomllib.loads((ROOT / "tools/mutants.toml").read_text("utf-8"))["tests"]
+    paths = {word.split("::")[0] for words in table.values() for word in words if word.startswith("tests/")}
+    assert not [path for path in paths if not (ROOT / path).exists()]
+    assert not [start for start in table if not any(module.startswith(start) for module in MODULES)]

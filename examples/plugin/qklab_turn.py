@@ -12,7 +12,8 @@ from torch import Tensor, nn, sigmoid
 
 from qklab import register
 from qklab.attention.couple import Coupling
-from qklab.attention.mix import Mix
+from qklab.attention.mix import KeyValue, Mix
+from qklab.attention.visibility import Visibility
 from qklab.data.sources import Document, Source
 from qklab.ops.coupling import group_mean
 from qklab.study.metrics import Metric
@@ -49,8 +50,8 @@ class Gated(Mix):
         super().__init__(spec, layer)
         self.gate = nn.Linear(spec.width, spec.heads, bias=False)
 
-    def forward(self, q: Tensor, stored: Any, x: Tensor, *where: Any) -> Tensor:
-        return super().forward(q, stored, x, *where) * sigmoid(self.gate(x)).unsqueeze(-1)
+    def forward(self, q: Tensor, stored: KeyValue, x: Tensor, visibility: Visibility, bias: Tensor | None) -> Tensor:
+        return super().forward(q, stored, x, visibility, bias) * sigmoid(self.gate(x)).unsqueeze(-1)
 
     @classmethod
     def parameters_of(cls, spec: Any) -> int:

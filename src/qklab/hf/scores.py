@@ -1,7 +1,8 @@
 """What lm-evaluation-harness found, as rows for a file and a table for people."""
 
-import math
 from typing import TYPE_CHECKING, Any
+
+from qklab.runs.metrics import finite_or_none
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,11 +35,6 @@ def find_order(task: str, places: dict[str, int], group_of: dict[str, str]) -> t
     """Where a row stands: after its group, and that after its own."""
     above = find_order(group_of[task], places, group_of) if group_of.get(task) in places else ()
     return (*above, places[task])
-
-
-def finite_or_none(value: object) -> float | None:
-    """A number, or None for what is none ("N/A", infinite, not a number)."""
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def find_leaf_tasks(results: Any, task: str) -> list[str]:

@@ -18,6 +18,7 @@ from qklab.report.folders import RecordedRun, RunGroup, read_groups
 from qklab.report.learning import compare_learning
 from qklab.report.maps import MapCache
 from qklab.runs.directory import RunDirectory
+from qklab.runs.metrics import finite_or_none
 from qklab.study.findings import Findings
 from qklab.study.metrics import Metric, list_metrics
 from qklab.study.stats.interim import alpha_of_each
@@ -255,11 +256,6 @@ def combine_values(values: Sequence[Any], how: str) -> float | None:
     if how == RMS:
         return round_number(math.sqrt(sum(x * x for x in numbers) / len(numbers)), 5)
     return round_number(sum(numbers) / len(numbers), 5)
-
-
-def finite_or_none(value: Any) -> float | None:
-    """A finite number; None for what is none ("nan", as metrics.jsonl writes it)."""
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def round_number(value: Any, digits: int = 6) -> float | None:

@@ -28,6 +28,11 @@ def spell_nonfinite(value: Any) -> Any:
     return [spell_nonfinite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
+def finite_or_none(value: Any) -> float | None:
+    """A finite number, or None for what is none ("nan" as a record has it, "N/A", infinite)."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
 def read_metrics(path: Path, kind: str | None = None) -> list[Record]:
     """The records of a run as if it had never been interrupted, in order of steps; of one `kind` if given."""
     records: dict[tuple[Any, ...], Record] = {}  # a record for the same kind, step and split replaces the one before

@@ -13,7 +13,7 @@ from qklab.attention.spec import CouplingSpec
 from qklab.hf.convert.attention import ConvertedAttention
 from qklab.hf.convert.calibrate import LayerWalk, Text, evaluation_mode, measure_change, read_batches
 from qklab.hf.convert.check import check_options, read_coupling, read_merge, refuse_converted, refuse_unfit
-from qklab.hf.convert.layers import convert_layers, copy_projections, find_block, set_kv_heads
+from qklab.hf.convert.layers import convert_layers, copy_projections, find_decoder_layer, set_kv_heads
 from qklab.hf.convert.record import Conversion, ConversionReport, find_conversion
 from qklab.hf.families import find_family
 
@@ -89,7 +89,9 @@ def convert(
     with evaluation_mode(model):
         logits = None if batches is None else compute_logits(model, batches[0])
         walk = (
-            None if batches is None else LayerWalk(model, [find_block(model, n) for n in family.layers(model)], batches)
+            None
+            if batches is None
+            else LayerWalk(model, [find_decoder_layer(model, n) for n in family.layers(model)], batches)
         )
         reports, conversion = convert_layers(model, conversion, walk, weight, seed)
         record_conversion(model, conversion)

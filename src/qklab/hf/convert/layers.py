@@ -18,7 +18,7 @@ from qklab.hf.families import ConvertibleFamily, Weights
 from qklab.model.initialise import seed_of
 
 
-def find_block(model: nn.Module, name: str) -> nn.Module:
+def find_decoder_layer(model: nn.Module, name: str) -> nn.Module:
     """The decoder layer around the attention layer `name`."""
     return model.get_submodule(name.rpartition(".")[0])
 
@@ -41,7 +41,7 @@ def convert_layers(
     reports: list[LayerReport] = []
     for index, (name, layer) in enumerate(layers.items()):
         report = LayerReport(name)
-        seen = None if walk is None else walk.observe(index, find_block(model, name), layer)
+        seen = None if walk is None else walk.observe(index, find_decoder_layer(model, name), layer)
         if conversion.overwrites:
             weights = family.read(layer)
             moments = measure_group_moments(layer, family, weights, heads, seen)
@@ -55,7 +55,7 @@ def convert_layers(
         if conversion.norm:
             set_gains(layer, family, seen)
         if walk is not None and seen is not None:
-            after = walk.advance(index, find_block(model, name), layer)
+            after = walk.advance(index, find_decoder_layer(model, name), layer)
             report.output = measure_change(seen.outputs, after.outputs)
         reports.append(report)
     if conversion.kv_heads is not None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_study import InProcess
 
 from qklab.cli import main
 from qklab.cli.study import StudyCommand
@@ -175,6 +176,7 @@ def test_compare_answers_is_continued_and_reports(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(compare, "EVALUATED", 512)
+    monkeypatch.setattr("qklab.study.executors.local.LocalExecutor", lambda device, at_once, say: InProcess())
     asked = ("compare", str(text), "--arms", "k=v", "--minutes", "0.01", "--device", "cpu")
     code, out, err = called(capsys, *asked, "--seeds", "2")
     folder = Path("comparisons/tales.jsonl")

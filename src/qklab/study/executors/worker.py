@@ -24,6 +24,7 @@ from qklab.study.executors import SAVING, RunTask, Unit
 from qklab.study.records import is_in_use
 from qklab.study.remote import RemoteStudy
 from qklab.train.launch import EXIT_CODES, train
+from qklab.train.progress import Display
 from qklab.train.spec import ExecutionSpec, RunSpec
 
 CRASHED, FAILED = 1, 2  # exit codes: an error that may pass, and one that the same run would meet again
@@ -92,15 +93,11 @@ class StopListener:
             time.sleep(POLL)
 
 
-class LogDisplay:
+class LogDisplay(Display):
     """What a run says goes to stdout, its log; how far it is can be read from its metrics."""
 
     def say(self, sentence: str) -> None:
         print(sentence, flush=True)
-
-    def show(self, done: float, line: str) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def perform_run(unit: Unit, task: RunTask) -> int:

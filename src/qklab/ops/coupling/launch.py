@@ -38,13 +38,15 @@ class Launch:
     slice: int = 64  # hidden entries whose weight gradients a program sums
 
 
-def choose_launch(direction: str, kind: str, DP: int, HP: int) -> Launch:
+def choose_launch(direction: str, kind: str, DP: int, HP: int, plain: bool) -> Launch:
     """The launch for heads of DP and networks of HP padded entries: of the forward, of the backward, and of the weight
-    gradients, whose block is the backward's."""
+    gradients, whose block is the backward's. A `plain` call has one step and no norm."""
     if kind == "uncoupled":
         return Launch()
     if kind == "affine":
-        return Launch(block=32, stages=2) if direction == "backward" else Launch()
+        if direction != "backward":
+            return Launch()
+        return Launch(block=32, stages=2) if plain else Launch(block=16)  # more does not fit into shared memory
     if DP * HP > 64 * 64:
         wide = {
             "forward": Launch(block=32, stages=2, hold=True),
@@ -104,6 +106,7 @@ class Call:
         self.G = k.shape[2]
         self.rows = q.shape[0] * self.T
         self.steps, self.precision, self.eps = steps, precision, eps
+        self.plain = steps == 1 and eps is None
         self.wide = torch.promote_types(q.dtype, torch.float32)
         self.weights = {name: w.contiguous() for name, w in zip(names.split(","), weights, strict=True)}
         self.gradient_rows, spans = layout(weights, self.G)
@@ -207,7 +210,7 @@ def forward(q: Tensor, k: Tensor, *choices: Any) -> tuple[Tensor, Tensor]:
     q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
     if not call.rows:
         return q_out, k_out
-    how = choose_launch("forward", call.kind, call.DP, call.HP)
+    how = choose_launch("forward", call.kind, call.DP, call.HP, call.plain)
     if call.map is None:
         for i, (x, out) in enumerate(((call.q, q_out), (call.k, k_out))):
             *inputs, C = uncoupled_arguments(call, how, i, x)
@@ -227,7 +230,7 @@ def backward(dq_out: Tensor, dk_out: Tensor, q: Tensor, k: Tensor, *choices: Any
     dq, dk = q.new_empty(q.shape), k.new_empty(k.shape)
     if not call.rows:
         return dq, dk, q.new_zeros((call.gradient_rows, call.total), dtype=call.wide)
-    how = choose_launch("backward", call.kind, call.DP, call.HP)
+    how = choose_launch("backward", call.kind, call.DP, call.HP, call.plain)
     if call.map is not None:
         return dq, dk, coupled_backward(call, how, dq_out, dk_out, dq, dk)
     of_queries = uncoupled_backward(call, how, 0, call.q, dq_out, dq)
@@ -247,7 +250,7 @@ class Workspace:
         self.most = triton.cdiv(self.blocks, triton.cdiv(self.blocks, most))
         self.count = triton.cdiv(self.blocks, self.most)
         self.programs = call.tile_grid(how, self.most * call.G)
-        self.then = replace(choose_launch("gradients", call.kind, call.DP, call.HP), block=how.block)
+        self.then = replace(choose_launch("gradients", call.kind, call.DP, call.HP, call.plain), block=how.block)
         self.slice = call.HP if call.force is LINEAR else min(call.HP, self.then.slice)
         self.slices = call.HP // self.slice
         # a headed program takes whole tiles

@@ -76,18 +76,13 @@ def couple(
         return reference.couple(
             q, k, kind, networks, step, steps, scale_limit, norm, angles, turn_key and angles is not None, precision
         )
-    named = {"step": step}
-    for i, network in enumerate(networks):
-        named |= {f"{field}{i}": tensor for field, tensor in zip(Network._fields, network, strict=True)}
-    if norm is not None:
-        named |= {"query_gain": norm.query_gain, "key_gain": norm.key_gain}
-    present = {name: tensor for name, tensor in named.items() if tensor is not None}
+    weights = name_weights(networks, step, norm)
     return _couple(
         q,
         k,
         list(angles or ()),
-        list(present.values()),
-        ",".join(present),
+        list(weights.values()),
+        ",".join(weights),
         kind,
         steps,
         float(scale_limit),
@@ -95,6 +90,16 @@ def couple(
         turn_key and angles is not None,
         precision,
     )
+
+
+def name_weights(networks: tuple[Network, ...], step: Tensor | None, norm: Norm | None) -> dict[str, Tensor]:
+    """All weights of a call that exist, in the order in which their gradients lie."""
+    named = {"step": step}
+    for i, network in enumerate(networks):
+        named |= {f"{field}{i}": tensor for field, tensor in zip(Network._fields, network, strict=True)}
+    if norm is not None:
+        named |= {"query_gain": norm.query_gain, "key_gain": norm.key_gain}
+    return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
 def find_coupling_obstacle(q: Tensor, networks: tuple[Network, ...], precision: torch.dtype) -> str | None:

@@ -67,7 +67,7 @@ def couple(
     States are float32 (float64 for float64 inputs), networks compute in autocast's dtype or q's own, and results are
     rounded once. The kernel keeps q, k and the weights for the backward and nothing else.
     """
-    check(q, k, kind, networks, step, steps, norm, angles)
+    check_coupling(q, k, kind, networks, step, steps, norm, angles)
     device = q.device.type
     cast = torch.is_autocast_enabled(device) and q.dtype != torch.float64
     precision = torch.get_autocast_dtype(device) if cast else q.dtype
@@ -128,7 +128,7 @@ def find_coupling_objection(precision: torch.dtype) -> str | None:
     return None
 
 
-def check(
+def check_coupling(
     q: Tensor,
     k: Tensor,
     kind: str,

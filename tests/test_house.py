@@ -21,25 +21,8 @@ SOURCE = ROOT / "src/qklab"
 MODULES = {path.relative_to(SOURCE).as_posix(): path for path in sorted(SOURCE.rglob("*.py"))}
 
 # Participles that do not end like one, and words that end like one but are none (verbs, or nouns of the field).
-IRREGULAR = {
-    "told",
-    "chosen",
-    "kept",
-    "held",
-    "said",
-    "sent",
-    "built",
-    "made",
-    "gone",
-    "known",
-    "left",
-    "bound",
-    "lost",
-}
-NO_PARTICIPLE = {"seed", "speed", "feed", "need", "embed", "open", "listen", "hidden", "len"}
-
-# What is still left; it may only become shorter.
-LEFT = set((ROOT / "tests/house_left.txt").read_text(encoding="utf-8").splitlines())
+IRREGULAR = {"told", "chosen", "kept", "held", "said", "sent", "built", "made", "known", "left", "bound", "lost"}
+NO_PARTICIPLE = {"seed", "speed", "feed", "need", "embed", "open", "listen", "hidden", "len", "uncoupled"}
 
 
 @cache
@@ -68,16 +51,12 @@ def test_a_public_name_means_one_thing() -> None:
                 operation = re.match("ops/[a-z_]+/", module)
                 homes[node.name].add(operation[0] if operation else module)
     shared = {name: sorted(found) for name, found in homes.items() if len(found) > 1 and name != "main"}
-    new = {name: found for name, found in shared.items() if name not in LEFT}
-    assert not new, "defined twice; rename one:\n" + "\n".join(
-        f"{name}: {', '.join(new[name])}" for name in sorted(new)
-    )
+    assert not shared, f"defined twice; rename one: {shared}"
 
 
 def test_functions_are_verbs_with_their_object() -> None:
-    found = {name: module for module in MODULES for name in functions_of(module) if is_participle(name)}
-    new = {f"{module}: {name}" for name, module in found.items() if name not in LEFT}
-    assert not new, "participles; name what the function does (`write_json`, not `written`):\n" + "\n".join(sorted(new))
+    found = {f"{module}: {name}" for module in MODULES for name in functions_of(module) if is_participle(name)}
+    assert not found, f"participles; name what the function does (`write_json`, not `written`): {found}"
 
 
 @pytest.mark.parametrize("registry", [register.coupling, register.mix, register.norm], ids=lambda r: r.what)
@@ -89,7 +68,7 @@ def test_mechanisms_are_listed_in_their_home_alone(registry: register.Registry) 
             if isinstance(node, ast.List | ast.Tuple | ast.Set | ast.Dict):
                 inside = node.keys if isinstance(node, ast.Dict) else node.elts
                 listed = {str(entry.value) for entry in inside if isinstance(entry, ast.Constant)} & names
-                assert len(listed) < 3 or module in LEFT, f"{module}:{node.lineno} lists {', '.join(sorted(listed))}"
+                assert len(listed) < 3, f"{module}:{node.lineno} lists {', '.join(sorted(listed))}"
 
 
 # The words by which Transformers' models call their parts.
@@ -99,7 +78,7 @@ LAYOUTS = re.compile(r"[\"'.](q_proj|k_proj|v_proj|qkv_proj|o_proj|c_attn|query_
 @pytest.mark.parametrize("module", [module for module in MODULES if not module.startswith("hf/")])
 def test_only_hf_knows_other_peoples_layouts(module: str) -> None:
     text = MODULES[module].read_text(encoding="utf-8")
-    assert not LAYOUTS.findall(text) or module in LEFT
+    assert not LAYOUTS.findall(text)
     assert not re.findall(r"^\s*(?:from|import) transformers", text, re.MULTILINE)
 
 
@@ -136,7 +115,7 @@ def test_a_coupling_with_a_kernel_is_named_nowhere_else() -> None:
         for path in SOURCE.rglob("*")
         if path.suffix in (".py", ".md", ".js") and re.search("symplectic[-_]?euler", path.read_text("utf-8"), re.I)
     }
-    assert named - set(files_to_touch()["coupling with a kernel"]) <= LEFT
+    assert named - set(files_to_touch()["coupling with a kernel"]) == set()
 
 
 def test_test_files_are_told_apart_by_name() -> None:

@@ -64,6 +64,11 @@ def test_epochs_and_seeds_differ_in_order_and_in_neighbours() -> None:
     assert not np.array_equal(first, second)
     assert {tuple(row) for row in first} != {tuple(row) for row in second}
     assert not np.array_equal(Order(text(), 1, 4, 16).rows(0).ids, order.rows(0).ids)
+    contiguous = Order(text(), 3, 4, 16, "contiguous")
+    n = contiguous.per_epoch
+    first, second = (contiguous.windows(range(e * n, (e + 1) * n)).ids for e in (0, 1))
+    assert {tuple(row) for row in first} != {tuple(row) for row in second}  # from another offset
+    assert first.max(1).argsort().tolist() != second.max(1).argsort().tolist()  # tokens tell where a window lies
 
 
 def test_segments_are_the_documents_and_each_begins_with_end_of_text() -> None:

@@ -214,4 +214,5 @@ def test_a_wrong_spec_is_one_sentence(values: dict[str, Any], said: str) -> None
 def test_a_spec_survives_json() -> None:
     spec = DataSpec(source="a", tokenizer="gpt2:x", limit_bytes=5)
     assert DataSpec.from_dict(spec.to_dict()) == spec
+    assert isinstance(DataSpec(valid=0).valid, float)
     assert isinstance(find_source("stdlib"), Stdlib)

@@ -126,4 +126,5 @@ def byte_llama(**choices: Any) -> Any:
     """A tiny random Llama for that tokenizer."""
     torch.manual_seed(0)
     ends = {"bos_token_id": 256, "eos_token_id": 256, "pad_token_id": 256}
-    return LlamaForCausalLM(LlamaConfig(**(SHAPE | ends | {"vocab_size": 257} | choices)))
+    wanted: dict[str, Any] = SHAPE | ends | {"vocab_size": 257} | choices
+    return LlamaForCausalLM(LlamaConfig(**wanted))

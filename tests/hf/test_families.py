@@ -165,6 +165,17 @@ def test_doubling_the_rows_of_a_head_doubles_what_they_make_and_nothing_else(nam
             assert all(torch.equal(a, b) for a, b in zip((after.query, after.key, after.value), want, strict=True))
 
 
+@pytest.mark.parametrize("name", [name for name, kind in MODELS.items() if kind.family in convertible_families()])
+def test_weights_that_are_read_and_written_are_what_they_were(name: str) -> None:
+    model = MODELS[name].build()
+    before, family = model.state_dict(), convertible_families()[MODELS[name].family]
+    for layer in family.layers(model).values():
+        family.write(layer, family.read(layer))
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[part], value) and after[part] is not value for part, value in before.items())
+
+
 @pytest.mark.parametrize("family", MLA)
 def test_the_rows_of_a_latent_are_those_its_norm_divides_by(family: str) -> None:
     """Doubling all of them changes nothing; doubling all but one changes the query or key. Its gain is found."""

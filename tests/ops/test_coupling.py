@@ -1,6 +1,5 @@
 """The coupling operation where every machine runs it: dispatch, refusals, precision, compilation."""
 
-import logging
 from typing import Any
 
 import pytest
@@ -9,7 +8,6 @@ from torch import Tensor
 
 from qklab import Attention, AttentionSpec, CouplingSpec
 from qklab.ops.coupling import Network, Norm, couple
-from qklab.ops.dispatch import choose_automatically
 from qklab.testing.numerics import close, within_budget
 
 B, T, H, G, D, h = 2, 5, 4, 2, 6, 7
@@ -91,15 +89,6 @@ def test_compiles_as_one_graph(backend: str) -> None:
     compiled = torch.compile(stage, fullgraph=True, backend=backend)
     for actual, expected in zip(compiled(given["q"], given["k"]), stage(given["q"], given["k"]), strict=True):
         close(actual, expected)
-
-
-def test_auto_says_once_what_it_takes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    choose_automatically.cache_clear()
-    with caplog.at_level(logging.INFO, logger="qklab"):
-        couple(**example())
-        couple(**example())
-    assert [message[:40] for message in caplog.messages] == ["couple: impl='auto' takes 'reference', si"[:40]]
 
 
 def test_the_kernel_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -295,15 +295,10 @@ def test_nothing_comes_of_nothing() -> None:
 )
 def test_opcheck(case: Case) -> None:
     given = example(case, torch.float32)
-    named = {"step": given.get("step")}
-    for i, network in enumerate(given["networks"]):
-        named |= {f"{field}{i}": tensor for field, tensor in zip(Network._fields, network, strict=True)}
     norm = given.get("norm")
-    if norm is not None:
-        named |= {"query_gain": norm.query_gain, "key_gain": norm.key_gain}
-    present = {name: tensor for name, tensor in named.items() if tensor is not None}
+    weights = api.name_weights(given["networks"], given.get("step"), norm)
     arguments = (
-        given["q"], given["k"], list(given.get("angles", ())), list(present.values()), ",".join(present), case.kind,
+        given["q"], given["k"], list(given.get("angles", ())), list(weights.values()), ",".join(weights), case.kind,
         case.steps, 2.0, None if norm is None else norm.eps, case.turned > 0, torch.float32,
     )  # fmt: skip
     torch.library.opcheck(api._couple, arguments)

@@ -48,6 +48,19 @@ def test_a_kernel_that_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         choose_impl("thing", "triton", GPU)
 
 
+def test_what_speaks_against_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_triton(monkeypatch, present=True)
+    for against in ({"obstacle": "it is too wide"}, {"objection": "it is slower"}):
+        assert choose_impl("thing", "auto", GPU, **against) == "reference"
+        assert choose_impl("thing", "auto", GPU, fallback="sdpa", **against) == "sdpa"
+    assert choose_impl("thing", "triton", GPU, objection="it is slower") == "triton"
+    with pytest.raises(ValueError, match="cannot run: it is too wide; use impl='sdpa' or 'auto'"):
+        choose_impl("thing", "triton", GPU, obstacle="it is too wide", fallback="sdpa")
+    assert choose_impl("thing", "sdpa", GPU, fallback="sdpa") == "sdpa"
+    with pytest.raises(ValueError, match="impl must be one of 'auto', 'reference', 'triton'"):
+        choose_impl("thing", "sdpa", GPU)
+
+
 def test_unknown_names_are_refused_with_a_suggestion() -> None:
     with pytest.raises(
         ValueError, match=r"impl must be one of 'auto', .* \(did you mean 'triton'\?\), but 'tritn' came"

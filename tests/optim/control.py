@@ -217,9 +217,8 @@ def expected_clips(spec: AttentionSpec, largest: list[float], threshold: float) 
 def largest_logits(model: Decoder, ids: Tensor) -> list[list[float]]:
     """For every layer and softmax the largest logit of a visible pair, with its sign."""
     found = diagnose(model, ids)
-    hidden = ~found.visible
     return [
-        found.logits.of_layer(layer).masked_fill(hidden, -torch.inf).amax((0, 2, 3)).tolist()
+        found.logits.of_layer(layer).masked_fill(~found.visible[layer], -torch.inf).amax((0, 2, 3)).tolist()
         for layer in range(model.spec.layers)
     ]
 

@@ -172,7 +172,7 @@ def test_factors_and_updates_equal_a_plain_transcription(kind: str) -> None:
         clamped |= any(
             n < 0.3 * n0 for i in range(2) for s in now[i] for n, n0 in zip(now[i][s], initial[i][s], strict=True)
         )
-        expected = [expected_factors(model.spec.attention, now[i], initial[i]) for i in range(2)]
+        expected = [expected_factors(model.attention(0).spec, now[i], initial[i]) for i in range(2)]
         before = snapshot(model)
         draw_gradients(model, seed=step)
         control.step()
@@ -209,7 +209,7 @@ def test_layers_of_all_kinds_under_one_control_keep_their_own_formulas() -> None
     control.step()
     assert list(control.factors()) == list(KINDS)
     for kind, model in models.items():
-        expected = expected_factors(model.spec.attention, now[kind], initial[kind])
+        expected = expected_factors(model.attention(0).spec, now[kind], initial[kind])
         for symbol, values in expected.items():
             exact(control.factors()[kind][symbol], torch.tensor(values, dtype=torch.float64))
         for name, (_, symbol, _) in controlled_names(model).items():
@@ -236,7 +236,7 @@ def test_spectral_factors_follow_the_largest_singular_values(kind: str) -> None:
     draw_gradients(model, seed=0)
     control.step()
     for layer in range(2):
-        for symbol, values in expected_factors(model.spec.attention, now[layer], initial[layer]).items():
+        for symbol, values in expected_factors(model.attention(0).spec, now[layer], initial[layer]).items():
             ratio = control.factors()[f"blocks.{layer}.attention"][symbol] / torch.tensor(values, dtype=torch.float64)
             # at most four norms stand in one factor, each at most 0.5 % too large
             assert ratio.max() <= 1.005**4
@@ -269,7 +269,7 @@ def test_qk_clip_multiplies_the_weights_as_a_plain_transcription_says(kind: str)
     before = snapshot(model)
     model(ids)
     control.step()
-    clips = [expected_clips(model.spec.attention, largest[layer], threshold) for layer in range(2)]
+    clips = [expected_clips(model.attention(0).spec, largest[layer], threshold) for layer in range(2)]
     controlled = controlled_names(model)
     for name, parameter in model.named_parameters():
         if name not in controlled:
@@ -296,7 +296,7 @@ def test_after_qk_clip_the_largest_logit_is_the_threshold(kind: str) -> None:
     control = QKClip(torch.optim.SGD(model.parameters(), lr=0.0), attention_roles(model), threshold)
     model(ids)
     control.step()
-    spec = model.spec.attention
+    spec = model.attention(0).spec
     expected = [min(s, threshold) for s in before]
     if spec.coupling is not None and spec.share == "none":  # a group shrinks as one
         group = len(before) // spec.kv_heads
@@ -378,7 +378,7 @@ def checked_steps(
         grow(bare, seed=number)
         before = snapshot(bare)
         put(ours, before)
-        factors = [expected_factors(ours.spec.attention, norms(ours.attention(i)), n) for i, n in enumerate(initial)]
+        factors = [expected_factors(ours.attention(0).spec, norms(ours.attention(i)), n) for i, n in enumerate(initial)]
         draw_gradients(bare, seed=number)
         draw_gradients(ours, seed=number)
         bare_step()
@@ -741,7 +741,7 @@ def test_several_optimisers_are_one_and_their_groups_keep_their_rate_and_decay()
         grow(m, seed=0)
         draw_gradients(m, seed=0)
     before = snapshot(model)
-    factors = [expected_factors(model.spec.attention, norms(model.attention(i)), initial[i]) for i in range(2)]
+    factors = [expected_factors(model.attention(0).spec, norms(model.attention(i)), initial[i]) for i in range(2)]
     control.step()
     for base in bare:
         base.step()

@@ -14,15 +14,8 @@ from typing import Any, Self
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
-    "--headless=new",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--no-first-run",
-    "--mute-audio",
-    "--hide-scrollbars",
+    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"),
+    *("--disable-background-networking", "--disable-component-update", "--no-first-run", "--mute-audio"),
     "--remote-debugging-pipe",
 )
 FRAMES = "await new Promise(f => requestAnimationFrame(() => requestAnimationFrame(f)));"
@@ -50,21 +43,10 @@ class Browser:
         theirs_in, self.out = os.pipe()
         self.into, theirs_out = os.pipe()
         self.log = open(profile.with_suffix(".log"), "wb")  # noqa: SIM115
-        self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                LAUNCH,
-                str(theirs_in),
-                str(theirs_out),
-                binary,
-                *FLAGS,
-                f"--user-data-dir={profile}",
-            ],
-            pass_fds=(theirs_in, theirs_out),
-            stdout=self.log,
-            stderr=self.log,
-        )
+        launch = [sys.executable, "-c", LAUNCH, str(theirs_in), str(theirs_out)]
+        browse = [binary, *FLAGS, f"--user-data-dir={profile}"]
+        ends = (theirs_in, theirs_out)
+        self.process = subprocess.Popen([*launch, *browse], pass_fds=ends, stdout=self.log, stderr=self.log)
         os.close(theirs_in)
         os.close(theirs_out)
         self.target: str | None = None
@@ -96,9 +78,8 @@ class Browser:
                 return None
             piece = os.read(self.into, 1 << 20)
             if not piece:
-                raise RuntimeError(
-                    f"the browser ended; it said: {Path(self.log.name).read_text(errors='replace')[-800:]}"
-                )
+                said = Path(self.log.name).read_text(errors="replace")[-800:]
+                raise RuntimeError(f"the browser ended; it said: {said}")
             self.buffer += piece
         line, self.buffer = self.buffer.split(b"\0", 1)
         message = json.loads(line)
@@ -141,9 +122,8 @@ class Browser:
         self.settle()
 
     def resize(self, width: int, height: int = 900) -> None:
-        self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 500
-        )
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
 
     def dark(self, on: bool) -> None:
         features = [{"name": "prefers-color-scheme", "value": "dark" if on else "light"}]
@@ -155,9 +135,8 @@ class Browser:
 
     def run(self, script: str) -> Any:
         """The value of `return …` in the page; `await` is fine."""
-        found = self.call(
-            "Runtime.evaluate", expression=f"(async () => {{ {script} }})()", awaitPromise=True, returnByValue=True
-        )
+        expression = f"(async () => {{ {script} }})()"
+        found = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         if "exceptionDetails" in found:
             raise RuntimeError(str(found["exceptionDetails"].get("exception", {}).get("description", found)))
         return found["result"].get("value")

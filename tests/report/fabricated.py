@@ -77,17 +77,10 @@ def fabricate(
             for lr in study.lrs:
                 for seed in range(study.seeds):
                     planned = PlannedRun(corpus, arm, lr, seed)
-                    if only is not None and planned != only:
-                        continue
-                    if planned not in absent and (seed < study.tuning_seeds or lr == study.lrs[-1]):
-                        one(
-                            planned.folder_in(folder),
-                            study,
-                            planned,
-                            steps,
-                            (arm, lr) in diverge,
-                            planned not in unfinished,
-                        )
+                    is_wanted = planned not in absent and (seed < study.tuning_seeds or lr == study.lrs[-1])
+                    if planned == only or (only is None and is_wanted):
+                        ends = (arm, lr) in diverge, planned not in unfinished
+                        write_run(planned.folder_in(folder), study, planned, steps, *ends)
     return folder
 
 
@@ -108,7 +101,7 @@ def number(*parts: object) -> int:
     return int(hashlib.sha256(repr(parts).encode()).hexdigest()[:12], 16)
 
 
-def one(folder: Path, study: StudySpec, planned: PlannedRun, steps: int, diverged: bool, finished: bool) -> None:
+def write_run(folder: Path, study: StudySpec, planned: PlannedRun, steps: int, diverged: bool, finished: bool) -> None:
     run = planned.resolve_spec(study)
     folder.mkdir(parents=True)
     write_json(

@@ -363,7 +363,7 @@ class NamedLikeLlama(Family):
 
     title = "others that name their projections alike"
 
-    def is_attention(self, module: nn.Module) -> bool:
+    def is_attention(self, module: Any) -> bool:
         width = getattr(module, "head_dim", None)
         if not has_modules(module, "q_proj", "k_proj") or has_modules(module, "conv1d") or not isinstance(width, int):
             return False

@@ -215,7 +215,7 @@ def make_local_task(name: str, data: Path | None) -> tuple[Any, dict[str, str]]:
     task = TASKS.get(name)
     hashes: dict[str, str] = {}
 
-    def built(path: Path, called: str) -> ConfigurableTask:
+    def build_task(path: Path, called: str) -> ConfigurableTask:
         kind, lines = read_lines(path)
         chosen = task or LocalTask(path.stem, {"choice": NORMED, "cloze": ("acc", "perplexity")}.get(kind, ("acc",)))
         hashes[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -224,7 +224,7 @@ def make_local_task(name: str, data: Path | None) -> tuple[Any, dict[str, str]]:
         )
 
     if task is None or not task.group:
-        return built(find_task_file(data, name, f"{task.file if task else name}.jsonl"), PREFIX + name), hashes
+        return build_task(find_task_file(data, name, f"{task.file if task else name}.jsonl"), PREFIX + name), hashes
     paths = sorted(find_task_file(data, name, task.file).glob("*.jsonl"))
     if not paths:
         raise ValueError(
@@ -233,5 +233,5 @@ def make_local_task(name: str, data: Path | None) -> tuple[Any, dict[str, str]]:
     mean = AggMetricConfig(metric="acc", aggregation="mean", weight_by_size=False)
     group = Group(PREFIX + name, aggregate_metric_list=[mean])
     for path in paths:
-        group.add(built(path, f"{PREFIX}{name}_{path.stem}"))
+        group.add(build_task(path, f"{PREFIX}{name}_{path.stem}"))
     return group, hashes

@@ -125,11 +125,11 @@ def pairs_of_blocks(device: torch.device, blocks: Any, start: int, stop: int) ->
     """The pairs a flex attention's block mask allows."""
     from torch.nn.attention.flex_attention import create_mask
 
-    def shifted(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    def shift_mask(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return blocks.mask_mod(batch, head, q + start, k)
 
     batch, heads, _, keys = blocks.shape
-    return create_mask(shifted, batch, heads, stop - start, keys, str(device)), None
+    return create_mask(shift_mask, batch, heads, stop - start, keys, str(device)), None
 
 
 def pairs_of_flash(

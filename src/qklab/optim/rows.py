@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class RowSource:
     """One tensor whose output rows are counted: where its rows start among all rows, and this rank's share of them."""
 
     tensor: Tensor
@@ -80,26 +80,27 @@ class AllRows:
             if known[1] != axis or known[2] is not gain:
                 raise ValueError("one weight was given two roles that read it differently; give it one.")
         alike: dict[tuple[Any, ...], list[tuple[Tensor, Tensor | None]]] = {}
+        tensor: Any
         for tensor, axis, gain, label in unique.values():
             # by the whole's shape and not this rank's share of it: all ranks must count rows in the same order
             layout = (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None
             kind = (tensor.shape, tensor.dtype, layout, axis, label, gain is None)
             alike.setdefault(kind, []).append((tensor, gain))
-        self.stacks: list[list[Source]] = []
+        self.stacks: list[list[RowSource]] = []
         self.count = 0
         for (shape, _, _, axis, label, _), entries in alike.items():
             start, groups = locate_share(entries[0][0], axis)
             rows = shape[axis]
             self.stacks.append([])
             for tensor, gain in entries:
-                self.stacks[-1].append(Source(tensor, axis, gain, self.count, rows, start, groups, label))
+                self.stacks[-1].append(RowSource(tensor, axis, gain, self.count, rows, start, groups, label))
                 self.count += rows
         self.first = {id(source.tensor): source.first for stack in self.stacks for source in stack}
         self.device = self.stacks[0][0].local.device
         self.precision = wide_dtype(self.stacks[0][0].tensor.dtype)
 
     @property
-    def sources(self) -> Iterable[Source]:
+    def sources(self) -> Iterable[RowSource]:
         return (source for stack in self.stacks for source in stack)
 
     def read(self) -> list[Tensor]:
@@ -138,7 +139,7 @@ class AllRows:
         return sums
 
     @staticmethod
-    def local_gain(source: Source) -> Tensor:
+    def local_gain(source: RowSource) -> Tensor:
         """The gain of this rank's columns of a source."""
         assert source.gain is not None
         gain, columns = full_tensor(source.gain), source.local.shape[1 - source.axis]
@@ -161,7 +162,7 @@ class AllRows:
                 return full if source.gain is None else full * full_tensor(source.gain).to(full.dtype)
         raise KeyError("the tensor is none of the sources")
 
-    def local_values(self, stack: Sequence[Source], per_row: Tensor) -> Tensor:
+    def local_values(self, stack: Sequence[RowSource], per_row: Tensor) -> Tensor:
         """`per_row` [count] → the values of this rank's rows of a stack, shaped to multiply it."""
         source, local = stack[0], stack[0].local
         values = per_row[source.first : source.first + len(stack) * source.rows].view(len(stack), source.rows)

@@ -153,7 +153,7 @@ class Loop:
         """Evaluate and probe if it is time; whether validation was the best so far."""
         improved = False
         if self.due(self.spec.evaluation.times, before) and "valid" in self.trainer.windows:
-            with self.timed("evaluation"):
+            with self.measure_time("evaluation"):
                 result = self.trainer.evaluate("valid", self.spec.evaluation.tokens)
             improved = math.isfinite(result.loss) and (self.state.best is None or result.loss < self.state.best)
             if improved:
@@ -161,7 +161,7 @@ class Loop:
             self.recorder.append("evaluation", self.state.step, split="valid", **result.to_dict())
             self.recorder.log(self.state.step, validation_loss=result.loss, bits_per_byte=result.bits_per_byte)
         if self.due(self.spec.probes, before):
-            with self.timed("probes"):
+            with self.measure_time("probes"):
                 self.take_probe()
         return improved
 
@@ -173,13 +173,13 @@ class Loop:
         self.recorder.write_probe(self.state.step, record)
 
     @contextmanager
-    def timed(self, what: str) -> Iterator[None]:
+    def measure_time(self, what: str) -> Iterator[None]:
         began = time.perf_counter()
         yield
         self.spent[what] += time.perf_counter() - began
 
     def save(self, best: bool) -> None:
-        with self.timed("checkpoints"):
+        with self.measure_time("checkpoints"):
             self.recorder.flush()
             self.checkpoints.save(self.trainer.snapshot(), best=best)
             self.last_save = time.monotonic()

@@ -27,7 +27,7 @@ def evaluate_splits(loop: Loop, stop: StopRequest) -> dict[str, dict[str, Any]]:
                 raise InterruptedEvaluationError
             loop.display.show(1.0, f"final evaluation on all of {split}: {done:.0%}")
 
-        with loop.timed("evaluation"):
+        with loop.measure_time("evaluation"):
             results[split] = loop.trainer.evaluate(split, None, tick).to_dict()
         results[split]["unigram_loss"] = measure_unigram_loss(loop.trainer.corpus, split)
     return results

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from qklab.attention.spec import CouplingSpec
 from qklab.hf.convert.attention import ConvertedAttention
 from qklab.hf.convert.calibrate import LayerWalk, Text, evaluation_mode, measure_change, read_batches
-from qklab.hf.convert.check import check_options, read_coupling, read_merge, refuse_converted, refuse_unfit
+from qklab.hf.convert.check import check_options, read_coupling, read_merge, refuse_converted, refuse_unfit_model
 from qklab.hf.convert.layers import convert_layers, copy_projections, find_decoder_layer, set_kv_heads
 from qklab.hf.convert.record import Conversion, ConversionReport, find_conversion
 from qklab.hf.families import find_family
@@ -74,7 +74,7 @@ def convert(
         kv_heads=kv_heads,
         merge=read_merge(merge, kv_heads),
     )
-    refuse_unfit(model, family, conversion)
+    refuse_unfit_model(model, family, conversion)
     check_options(conversion, calibration, weight, trainable)
     heads_before = family.kv_heads(model.config)
     count_before = count_parameters(model)

@@ -89,9 +89,10 @@ def share_layer(cache: Any, index: int) -> None:
     if layer.is_initialized and not torch.compiler.is_compiling() and int(layer.get_seq_length()):
         raise ValueError("this cache was filled by a model with separate keys and values; begin with an empty one.")
     kind, arguments = SHARED[type(layer)]
-    cache.layers[index] = kind(**{name: getattr(layer, attribute) for name, attribute in arguments.items()})
+    shared: Any = kind(**{name: getattr(layer, attribute) for name, attribute in arguments.items()})
     if hasattr(layer, "record_past"):
-        cache.layers[index].record_past = layer.record_past
+        shared.record_past = layer.record_past
+    cache.layers[index] = shared
 
 
 def count_converted_bytes(cache: Cache) -> tuple[int, int]:

@@ -53,7 +53,7 @@ def refuse_converted(model: PreTrainedModel, family: ConvertibleFamily) -> None:
         )
 
 
-def refuse_unfit(model: PreTrainedModel, family: ConvertibleFamily, conversion: Conversion) -> None:
+def refuse_unfit_model(model: PreTrainedModel, family: ConvertibleFamily, conversion: Conversion) -> None:
     config = model.config
     layers = family.layers(model)
     if not layers:

@@ -105,25 +105,25 @@ def measure_group_moments(
 ) -> Moments:
     """Moments of y = [keys, values] of each group of heads that become one, from what was seen or from the weights."""
 
-    def grouped(k: Tensor, v: Tensor) -> Tensor:
+    def group_heads(k: Tensor, v: Tensor) -> Tensor:
         """[rows, G, D] → [rows, N, 2mD]."""
         return torch.cat([part.unflatten(1, (groups, -1)).flatten(2) for part in (k, v)], -1)
 
     assert weights.v is not None
     if seen is None:
-        weight = grouped(weights.k.permute(2, 0, 1), weights.v.permute(2, 0, 1)).permute(1, 2, 0)
+        weight = group_heads(weights.k.permute(2, 0, 1), weights.v.permute(2, 0, 1)).permute(1, 2, 0)
         bias = None
         if weights.k_bias is not None and weights.v_bias is not None:
-            bias = grouped(weights.k_bias[None], weights.v_bias[None])[0]
+            bias = group_heads(weights.k_bias[None], weights.v_bias[None])[0]
         return Moments.of_weights(weight, bias)
 
-    def projected():
+    def project_inputs():
         for x in seen.inputs:
             _, k, v = family.project(layer, x[None])
             assert v is not None
-            yield grouped(k[0], v[0])
+            yield group_heads(k[0], v[0])
 
-    return measure_moments(projected())
+    return measure_moments(project_inputs())
 
 
 def fit_heads(moments: Moments, conversion: Conversion, members: int, weight: float, centre: bool) -> Fit:
@@ -142,25 +142,25 @@ def apply_fit(old: Weights, fit: Fit) -> Weights:
     assert old.v is not None
     groups, members = fit.queries.shape[:2]
 
-    def stacked(k: Tensor, v: Tensor) -> Tensor:
+    def stack_key_value(k: Tensor, v: Tensor) -> Tensor:
         return torch.cat([part.double().unflatten(0, (groups, -1)).flatten(1, 2) for part in (k, v)], 1)
 
-    def queried(q: Tensor) -> Tensor:
+    def transform_queries(q: Tensor) -> Tensor:
         apart = q.double().unflatten(0, (groups, members, -1))  # [N, m, R, D, …]
         return torch.einsum("nmji,nmrj...->nmri...", fit.queries, apart).flatten(0, 2)
 
-    y = stacked(old.k, old.v)  # [N, 2mD, width]
+    y = stack_key_value(old.k, old.v)  # [N, 2mD, width]
     o = old.o.double().unflatten(1, (groups, members, -1))  # [width, N, m, R, D]
     new = Weights(
-        q=queried(old.q),
+        q=transform_queries(old.q),
         k=fit.key @ y,
         v=None if fit.value is None else fit.value @ y,
         o=torch.einsum("wnmrj,nmji->wnmri", o, fit.values).flatten(1, 3),
-        q_bias=None if old.q_bias is None else queried(old.q_bias),
+        q_bias=None if old.q_bias is None else transform_queries(old.q_bias),
         o_bias=old.o_bias,
     )
     if old.k_bias is not None and old.v_bias is not None:
-        bias = stacked(old.k_bias, old.v_bias)[..., None]
+        bias = stack_key_value(old.k_bias, old.v_bias)[..., None]
         new.k_bias = (fit.key @ bias)[..., 0] + fit.key_offset
         new.v_bias = None if fit.value is None else (fit.value @ bias)[..., 0]
         if fit.value is None:

@@ -67,7 +67,7 @@ def couple(
     States are float32 (float64 for float64 inputs), networks compute in autocast's dtype or q's own, and results are
     rounded once. The kernel keeps q, k and the weights for the backward and nothing else.
     """
-    check(q, k, kind, networks, step, steps, norm, angles)
+    check_coupling(q, k, kind, networks, step, steps, norm, angles)
     device = q.device.type
     cast = torch.is_autocast_enabled(device) and q.dtype != torch.float64
     precision = torch.get_autocast_dtype(device) if cast else q.dtype
@@ -76,18 +76,13 @@ def couple(
         return reference.couple(
             q, k, kind, networks, step, steps, scale_limit, norm, angles, turn_key and angles is not None, precision
         )
-    named = {"step": step}
-    for i, network in enumerate(networks):
-        named |= {f"{field}{i}": tensor for field, tensor in zip(Network._fields, network, strict=True)}
-    if norm is not None:
-        named |= {"query_gain": norm.query_gain, "key_gain": norm.key_gain}
-    present = {name: tensor for name, tensor in named.items() if tensor is not None}
+    weights = name_weights(networks, step, norm)
     return _couple(
         q,
         k,
         list(angles or ()),
-        list(present.values()),
-        ",".join(present),
+        list(weights.values()),
+        ",".join(weights),
         kind,
         steps,
         float(scale_limit),
@@ -95,6 +90,16 @@ def couple(
         turn_key and angles is not None,
         precision,
     )
+
+
+def name_weights(networks: tuple[Network, ...], step: Tensor | None, norm: Norm | None) -> dict[str, Tensor]:
+    """All weights of a call that exist, in the order in which their gradients lie."""
+    named = {"step": step}
+    for i, network in enumerate(networks):
+        named |= {f"{field}{i}": tensor for field, tensor in zip(Network._fields, network, strict=True)}
+    if norm is not None:
+        named |= {"query_gain": norm.query_gain, "key_gain": norm.key_gain}
+    return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
 def find_coupling_obstacle(q: Tensor, networks: tuple[Network, ...], precision: torch.dtype) -> str | None:
@@ -123,7 +128,7 @@ def find_coupling_objection(precision: torch.dtype) -> str | None:
     return None
 
 
-def check(
+def check_coupling(
     q: Tensor,
     k: Tensor,
     kind: str,

@@ -194,7 +194,7 @@ class Call:
             return sums.sum(0, keepdim=True)
         return sums.unflatten(0, (-1, self.G, heads // self.G)).sum((0, 2))
 
-    def left(self) -> Left:
+    def plan_workspace(self) -> Left:
         if self.stretches:
             return Left(tiles=6 * self.steps, units=self.steps, states=2 * self.steps)
         euler = self.kind == "euler"
@@ -282,7 +282,7 @@ class Workspace:
 
 def coupled_backward(call: Call, how: Launch, dq_out: Tensor, dk_out: Tensor, dq: Tensor, dk: Tensor) -> Tensor:
     """Fills dq and dk, and returns the weights' gradients in a row [G or 1, total]."""
-    left, size = call.left(), how.block * call.DP
+    left, size = call.plan_workspace(), how.block * call.DP
     space = Workspace(call, how, left)
     states = None
     if left.states and call.steps > 1:

@@ -48,7 +48,7 @@ def load_parameters(parameters, i_head, o_d, m_d, C):
 
 
 @triton.jit
-def find_block(x, i_row, i_head, rows, T, C):
+def find_head_tile(x, i_row, i_head, rows, T, C):
     """A head's tile of the block that starts at i_row."""
     m_rows = i_row + tl.arange(0, C.BM) < rows
     return Tile(find_head_rows(x, i_head, i_row, T, C), x.head, m_rows, tl.arange(0, C.DP // 2))
@@ -71,7 +71,7 @@ def uncoupled_forward_kernel(x, angles, parameters, p_gain, p_out, eps, rows, T,
     first, stride = tl.program_id(0) // C.G, tl.num_programs(0) // C.G
     for i_block in tl.range(first, tl.cdiv(rows, C.BM), stride, num_stages=C.STAGES):
         i_row = i_block * C.BM
-        tile = find_block(x, i_row, i_head, rows, T, C)
+        tile = find_head_tile(x, i_row, i_head, rows, T, C)
         b_x = load_rows(tile.p_queries, tile, C.WIDE, C)
         b_cos, b_sin = load_block_angles(angles, i_row, tile, T, C)
         for _ in range(C.STEPS):
@@ -145,7 +145,7 @@ def uncoupled_backward_kernel(
     first, stride = tl.program_id(0) // C.G, tl.num_programs(0) // C.G
     for i_block in tl.range(first, tl.cdiv(rows, C.BM), stride, num_stages=C.STAGES):
         i_row = i_block * C.BM
-        tile = find_block(x, i_row, i_head, rows, T, C)
+        tile = find_head_tile(x, i_row, i_head, rows, T, C)
         b_x = load_rows(tile.p_queries, tile, C.WIDE, C)
         b_dx = load_rows(find_head_rows(dout, i_head, i_row, T, C), tile, C.WIDE, C)
         b_cos, b_sin = load_block_angles(angles, i_row, tile, T, C)

@@ -41,7 +41,7 @@ def decode(
 
     Only "reference" and "sdpa" have gradients; "auto" takes "sdpa" where they are wanted.
     """
-    check(q, k, v, starts, lengths, angles, value_width)
+    check_decode(q, k, v, starts, lengths, angles, value_width)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     width = k.shape[-1] if value_width is None else value_width
     obstacle, objection = find_decode_obstacle(q, k, v), find_decode_objection(q, k)
@@ -80,7 +80,7 @@ def needs_gradients(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-def check(
+def check_decode(
     q: Tensor,
     k: Tensor,
     v: Tensor | None,

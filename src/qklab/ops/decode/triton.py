@@ -32,7 +32,7 @@ class Config(NamedTuple):
 
 
 @triton.jit
-def loaded(p_rows, o_d, stride, W: tl.constexpr, dtype: tl.constexpr):
+def load_columns(p_rows, o_d, stride, W: tl.constexpr, dtype: tl.constexpr):
     """Entries o_d < W of the rows at p_rows, 0 beyond: [rows, len(o_d)]."""
     p_block = p_rows[:, None] + o_d[None, :] * stride
     b_block = tl.load(p_block) if o_d.shape[0] == W else tl.load(p_block, mask=o_d[None, :] < W, other=0.0)
@@ -40,7 +40,7 @@ def loaded(p_rows, o_d, stride, W: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def product(b_x, b_y, b_sum):
+def add_product(b_x, b_y, b_sum):
     """b_sum + b_x b_y, float32 within; the interpreter cannot multiply 16-bit numbers otherwise."""
     b_x = b_x.to(tl.float32) if INTERPRETED else b_x
     b_y = b_y.to(tl.float32) if INTERPRETED else b_y
@@ -134,13 +134,13 @@ def attend_kernel(
 
         p_queries = p_q + i_b * stride_qb + tl.where(m_m, o_t, 0) * stride_qt + o_h * stride_qh
         o_a = tl.arange(0, BA)
-        b_qa = loaded(p_queries, o_a, stride_qd, WA, dtype)  # [BM, BA]
+        b_qa = load_columns(p_queries, o_a, stride_qd, WA, dtype)  # [BM, BA]
         if WB > 0:
             o_b = tl.arange(0, BB)
-            b_qb = loaded(p_queries + WA * stride_qd, o_b, stride_qd, WB, dtype)
+            b_qb = load_columns(p_queries + WA * stride_qd, o_b, stride_qd, WB, dtype)
         if WC > 0:
             o_c = tl.arange(0, BC)
-            b_qc = loaded(p_queries + (WA + WB) * stride_qd, o_c, stride_qd, WC, dtype)
+            b_qc = load_columns(p_queries + (WA + WB) * stride_qd, o_c, stride_qd, WC, dtype)
         if SHARED:
             b_oa = tl.zeros([BM, BA], tl.float32)
         else:
@@ -165,11 +165,11 @@ def attend_kernel(
             o_n = i_n + tl.arange(0, BN)
             o_row = tl.minimum(o_n, high - 1).to(tl.int64)  # nothing beyond is read, and no load needs a mask
             p_rows = p_keys + o_row * stride_ks
-            b_a = loaded(p_rows, o_a, stride_kd, WA, dtype)  # [BN, BA]
+            b_a = load_columns(p_rows, o_a, stride_kd, WA, dtype)  # [BN, BA]
             if WB > 0:
-                b_b = loaded(p_rows + WA * stride_kd, o_b, stride_kd, WB, dtype)
+                b_b = load_columns(p_rows + WA * stride_kd, o_b, stride_kd, WB, dtype)
             if WC > 0:
-                b_c = loaded(p_rows + (WA + WB) * stride_kd, o_c, stride_kd, WC, dtype)
+                b_c = load_columns(p_rows + (WA + WB) * stride_kd, o_c, stride_kd, WC, dtype)
             b_s = tl.zeros([BM, BN], tl.float32)
             if TURN:
                 # q·R_p k = (R_base⁻¹ q)·(R_{p−base} k): the keys of every block turn by the same angles
@@ -178,14 +178,14 @@ def attend_kernel(
                 b_sin = tl.load(p_sin + o_base, mask=o_a < WA, other=0.0)[None, :]
                 b_ua = (b_qa * b_cos + b_qb * b_sin).to(dtype)
                 b_ub = (b_qb * b_cos - b_qa * b_sin).to(dtype)
-                b_s = product(b_ua, tl.trans((b_a * b_near_cos - b_b * b_near_sin).to(dtype)), b_s)
-                b_s = product(b_ub, tl.trans((b_b * b_near_cos + b_a * b_near_sin).to(dtype)), b_s)
+                b_s = add_product(b_ua, tl.trans((b_a * b_near_cos - b_b * b_near_sin).to(dtype)), b_s)
+                b_s = add_product(b_ub, tl.trans((b_b * b_near_cos + b_a * b_near_sin).to(dtype)), b_s)
             else:
-                b_s = product(b_qa, tl.trans(b_a), b_s)
+                b_s = add_product(b_qa, tl.trans(b_a), b_s)
                 if WB > 0:
-                    b_s = product(b_qb, tl.trans(b_b), b_s)
+                    b_s = add_product(b_qb, tl.trans(b_b), b_s)
             if WC > 0:
-                b_s = product(b_qc, tl.trans(b_c), b_s)
+                b_s = add_product(b_qc, tl.trans(b_c), b_s)
 
             m_s = (o_n < high)[None, :] & (o_n[None, :] <= b_slot[:, None])
             b_s = tl.where(m_s, b_s * exponent, float("-inf"))
@@ -197,14 +197,14 @@ def attend_kernel(
             b_p = b_p.to(dtype)
             b_oa *= b_shrink[:, None]
             if SHARED:
-                b_oa = product(b_p, b_a, b_oa)
+                b_oa = add_product(b_p, b_a, b_oa)
             else:
-                b_v = loaded(p_values + o_row * stride_vs, o_v, stride_vd, WV, dtype)  # [BN, BV]
-                b_oa = product(b_p, b_v, b_oa)
+                b_v = load_columns(p_values + o_row * stride_vs, o_v, stride_vd, WV, dtype)  # [BN, BV]
+                b_oa = add_product(b_p, b_v, b_oa)
             if TURN:
-                b_ob = product(b_p, b_b, b_ob * b_shrink[:, None])
+                b_ob = add_product(b_p, b_b, b_ob * b_shrink[:, None])
                 if WC > 0:
-                    b_oc = product(b_p, b_c, b_oc * b_shrink[:, None])
+                    b_oc = add_product(b_p, b_c, b_oc * b_shrink[:, None])
 
         if SPLIT:
             o_out = (i_b * splits + i_s) * (G * R * T) + i_g * (R * T) + o_m

@@ -26,7 +26,7 @@ def linear_cross_entropy(
     kept instead of logits; dW is summed in float32. A target outside the vocabulary raises on the CPU and gives NaN on
     a GPU, which is not asked for its answer.
     """
-    x, targets = flattened(x, weight, targets, impl)
+    x, targets = flatten_tokens(x, weight, targets, impl)
     need_x, need_weight = (torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, weight))
     loss, nll, *_ = _linear_cross_entropy(x, weight, targets, float(z_loss), need_x, need_weight, impl)
     return loss, nll
@@ -35,11 +35,11 @@ def linear_cross_entropy(
 @torch.no_grad()
 def token_losses(x: Tensor, weight: Tensor, targets: Tensor, impl: Impl = "auto") -> Tensor:
     """lse_i − z_i[y_i] of every token [N], 0 where the target is −100; without gradient, for evaluation."""
-    x, targets = flattened(x, weight, targets, impl)
+    x, targets = flatten_tokens(x, weight, targets, impl)
     return _token_losses(x, weight, targets, impl)
 
 
-def flattened(x: Tensor, weight: Tensor, targets: Tensor, impl: str) -> tuple[Tensor, Tensor]:
+def flatten_tokens(x: Tensor, weight: Tensor, targets: Tensor, impl: str) -> tuple[Tensor, Tensor]:
     """x [N, d] in the dtype of the products, and targets [N]; raises where they do not fit together."""
     check_impl(impl)
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
@@ -76,7 +76,7 @@ def chunk_rows(tokens: int, vocabulary: int, dtype: torch.dtype, device: torch.d
     return max(CHUNK_STEP, -(-rows // CHUNK_STEP) * CHUNK_STEP)
 
 
-def computed(
+def compute_losses(
     x: Tensor, weight: Tensor, targets: Tensor, z_loss: float, need_x: bool, need_weight: bool, impl: str
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """nll [N], lse [N] and the unscaled gradients, from the implementation that `impl` means here."""
@@ -106,7 +106,7 @@ def _linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, z_loss: float, need_x: bool, need_weight: bool, impl: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """loss, nll, tokens counted (at least 1), and the gradients of the sum; empty where not needed."""
-    nll, lse, dx, dweight = computed(x, weight, targets, z_loss, need_x, need_weight, impl)
+    nll, lse, dx, dweight = compute_losses(x, weight, targets, z_loss, need_x, need_weight, impl)
     counted = (targets != IGNORED).sum().clamp(min=1).to(nll.dtype)
     mean = nll.sum() / counted
     loss = mean + z_loss * (lse.square().sum() / counted)
@@ -148,7 +148,7 @@ _linear_cross_entropy.register_autograd(scale_gradients, setup_context=keep_grad
 
 @torch.library.custom_op("qklab::token_losses", mutates_args=())
 def _token_losses(x: Tensor, weight: Tensor, targets: Tensor, impl: str) -> Tensor:
-    nll, *_ = computed(x, weight, targets, 0.0, False, False, impl)
+    nll, *_ = compute_losses(x, weight, targets, 0.0, False, False, impl)
     return nll
 
 

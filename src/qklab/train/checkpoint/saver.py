@@ -124,9 +124,9 @@ class Checkpoints:
         with self.draft(manifest) as folder:
             call_on_first_rank(lambda: self.make_draft(folder))
             parts = call_on_all_ranks(
-                lambda: {path.name: store.measure_file(path) for path in save_shards(folder, tensors)}
+                lambda: {path.name: store.hash_file(path) for path in save_shards(folder, tensors)}
             )
-            files = {name: entry for part in parts for name, entry in part.items()}
+            files = {name: digest for part in parts for name, digest in part.items()}
             call_on_first_rank(lambda: self.publish(folder, manifest, files))
 
     @contextmanager
@@ -159,7 +159,7 @@ class Checkpoints:
         self.damaged = set()
         folder.mkdir()
 
-    def publish(self, folder: Path, manifest: dict[str, Any], files: dict[str, dict[str, Any]]) -> None:
+    def publish(self, folder: Path, manifest: dict[str, Any], files: dict[str, str]) -> None:
         """Give a draft, whose tensors are written, its manifest and name; then let go what is surplus."""
         store.write_checkpoint_manifest(folder, manifest, files)
         final = self.folder / f"step-{manifest['step']:010d}"

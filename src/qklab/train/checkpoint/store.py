@@ -3,7 +3,7 @@
     step-0000000100/
         model.safetensors       one file per prefix of the tensors' names, or shard-….safetensors, one per rank
         optimiser.safetensors
-        manifest.json           run, step, state, all tensors, every file's size and SHA-256; and the hash of all that
+        manifest.json           run, step, state, all tensors, every file's SHA-256; and the hash of all that
 
 A manifest has exactly one spelling, so a changed byte in it is noticed even where JSON would not care.
 """
@@ -141,23 +141,18 @@ def step_of(path: Path) -> int:
     return int(match[1]) if match else -1
 
 
-def measure_file(path: Path) -> dict[str, Any]:
-    """What the manifest says of a file."""
-    return {"size": path.stat().st_size, "sha256": hash_file(path)}
-
-
-def write_files(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
-    """Write contiguous CPU tensors into `folder`; what the manifest says of the files, by name."""
+def write_files(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Write contiguous CPU tensors into `folder`; the files' hashes by name."""
     files = {}
     for prefix in sorted({name.split(".")[0] for name in tensors}):
         path = folder / f"{prefix}.safetensors"
         own = {name: tensor for name, tensor in tensors.items() if name.split(".")[0] == prefix}
         write_tensors(path, own, {"format": "pt"})
-        files[path.name] = measure_file(path)
+        files[path.name] = hash_file(path)
     return files
 
 
-def write_checkpoint_manifest(folder: Path, body: dict[str, Any], files: dict[str, dict[str, Any]]) -> None:
+def write_checkpoint_manifest(folder: Path, body: dict[str, Any], files: dict[str, str]) -> None:
     for name in files:
         if not (folder / name).exists():
             raise CheckpointError(
@@ -211,13 +206,10 @@ def verify_checkpoint(path: Path, run: str | None) -> Checkpoint:
         for name in sorted(present - body["files"].keys()):
             if name.endswith(".safetensors"):
                 raise CheckpointError(f"{name} is not in its manifest")
-        for name, entry in body["files"].items():
+        for name, digest in body["files"].items():
             if name not in present:
                 raise CheckpointError(f"{name} is missing")
-            size = (path / name).stat().st_size
-            if size != entry["size"]:
-                raise CheckpointError(f"{name} has {size:,} bytes instead of {entry['size']:,}")
-            if hash_file(path / name) != entry["sha256"]:
+            if hash_file(path / name) != digest:
                 raise CheckpointError(f"{name} does not match its hash")
     except OSError as error:
         raise CheckpointError(f"{Path(error.filename or path).name} cannot be read ({error.strerror})") from error

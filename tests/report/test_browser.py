@@ -88,6 +88,12 @@ def test_every_switch_changes_its_figure(browser: Browser, report: Path) -> None
         assert browser.run(f"return document.querySelectorAll('#{figure} .mark').length") > 0
         browser.click(f'#{figure} [data-control={control}][data-value="{was}"]')
         assert picture_of(browser, figure) == before, (figure, control, value)
+    count = "return document.querySelectorAll('#fig-curves .mark[transform]').length"
+    picture_of(browser, "fig-curves")
+    ten = browser.run(count)
+    browser.click('#fig-curves [data-control=range][data-value="end"]')
+    picture_of(browser, "fig-curves")
+    assert 0 < browser.run(count) < ten  # evaluations of the second half
     for figure in ("fig-entropy", "fig-logits", "fig-maps"):
         before = picture_of(browser, figure)
         browser.run(

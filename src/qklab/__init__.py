@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from qklab.attention import Attention, AttentionSpec, Cache, CouplingSpec, LatentSpec
     from qklab.model import Decoder, DecoderCache, DecoderSpec, recipe
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Attention",

@@ -95,6 +95,9 @@ def test_a_wrong_command_ends_in_one_sentence(capsys: pytest.CaptureFixture[str]
     code, out, err = run(capsys, "descibe", "--heads", "3")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "there is no command 'descibe' (did you mean 'describe'?)" in err
+    code, _, err = run(capsys)
+    assert code == 2
+    assert "describe, mechanisms" in err
 
 
 def test_importing_qklab_pulls_in_nothing_optional() -> None:

@@ -289,6 +289,28 @@ def test_each_run_of_a_unit_is_reported_when_it_ends(tmp_path: Path, play: Calla
     assert played.preloaded == local.PRELOADED
 
 
+def test_a_run_is_reported_while_its_unit_goes_on_and_a_unit_has_not_ended_before_its_process_has(
+    tmp_path: Path, play: Callable[..., Played]
+) -> None:
+    def finish(unit: Unit) -> None:
+        for task in unit.tasks[:1]:
+            fill_summary(task)
+
+    def fill_summary(task: RunTask) -> None:
+        task.folder.mkdir(exist_ok=True)
+        (task.folder / "summary.json").touch()
+
+    play(None, finish)
+    executor = LocalExecutor("cpu", 1)
+    executor.submit(unit_of(tmp_path / "a", tmp_path / "b"))
+    assert [[task.name for task in executor.wait(0.0)] for _ in range(2)] == [["a"], []]
+    play(-9, finish)  # which died while it sent what it had
+    executor = LocalExecutor("cpu", 1, say=lambda sentence: None)
+    executor.submit(unit_of(tmp_path / "a"))
+    with pytest.raises(StudyError, match="the run a failed: SIGKILL"):
+        drain(executor)
+
+
 def test_a_run_that_hangs_is_ended(
     tmp_path: Path, play: Callable[..., Played], monkeypatch: pytest.MonkeyPatch
 ) -> None:

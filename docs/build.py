@@ -14,7 +14,7 @@ from typing import Any
 
 from drawings import CHARTS, DRAWINGS
 
-from qklab import AttentionSpec, CouplingSpec, LatentSpec, recipe
+from qklab import AttentionSpec, CouplingSpec, LatentSpec, recipe, register
 from qklab.describe import CONTEXT, LONG, format_change
 
 DOCS = Path(__file__).parent
@@ -55,7 +55,7 @@ COSTS: dict[str, list[Choices]] = {
     "shared-all": [{"share": "q=k=v"}],
     "latent": [MLA, {"latent": LatentSpec(query_rank=256, kv_rank=64, rope_width=32)}],
     "coupling": [
-        *(couple(kind) for kind in ("euler", "symplectic-euler", "leapfrog", "affine", "uncoupled", "linear")),
+        *(couple(kind) for kind in register.coupling),
         couple("leapfrog", steps=7),
         couple("leapfrog", force="gradient"),
         couple("leapfrog", force_sharing="per-head"),

@@ -30,6 +30,11 @@ MORE = [
         build_spec(kv_heads=heads, coupling=CouplingSpec(kind=kind, steps=3, force_sharing="per-head"), bias=True)
         for heads, kind in itertools.product((2, 1), register.coupling)
     ),
+    *(
+        build_spec(share=share, kv_rotation="on-read", coupling=CouplingSpec(kind=kind, steps=2), norm="qk")
+        for share, kind in itertools.product(("k=v", "q=k=v"), register.coupling)
+    ),
+    build_spec(share="q=k", asymmetry_2d=True, causal=False, coupling=CouplingSpec(), norm="qk"),
     build_spec(latent=LatentSpec(query_rank=5, kv_rank=7, rope_width=4), norm_eps=0.1, rope_base=50.0),
 ]
 

@@ -237,7 +237,7 @@ def measure_step(options: argparse.Namespace) -> None:
         choices = COUPLED[name]
         if not options.fused_only:
             arms[f"{name}, reference"] = choices, "reference", "none"
-        if refusal := explain_refusal(spec.attention.head_width, choices):
+        if refusal := explain_refusal(spec.pattern[0].head_width, choices):
             print(f"{name}: {refusal}")
         else:
             arms[f"{name}, fused"] = choices, "triton", "none"
@@ -257,7 +257,7 @@ def measure_step(options: argparse.Namespace) -> None:
     times = processes.seconds(options.rounds)
     standard = statistics.median(times["standard"] + times["standard again"])
     rows = {}
-    print(f"\n{options.model}, {spec.attention.heads} heads, {options.batch} × 1024 tokens, compiled, bf16")
+    print(f"\n{options.model}, {spec.pattern[0].heads} heads, {options.batch} × 1024 tokens, compiled, bf16")
     for name, values in times.items():
         middle, spread = median_and_spread(values)
         memory = peaks[name] / peaks["standard"]
@@ -277,7 +277,7 @@ def measure_step(options: argparse.Namespace) -> None:
         "provenance": provenance("cuda", options.commit),
         "set_up": {
             "model": options.model,
-            "heads": spec.attention.heads,
+            "heads": spec.pattern[0].heads,
             "batch": options.batch,
             "tokens": 1024,
             "rounds": options.rounds,
@@ -286,7 +286,7 @@ def measure_step(options: argparse.Namespace) -> None:
         },
         "arms": rows,
     }
-    name = options.name or f"{options.model}-heads{spec.attention.heads}-cuda"
+    name = options.name or f"{options.model}-heads{spec.pattern[0].heads}-cuda"
     keep(f"coupling-step-{name}", result, options.out)
 
 

@@ -109,7 +109,7 @@ def test_caches_are_as_small_as_published(name: str, which: str, saved: float):
 def test_the_published_set_ups():
     assert parameters("full/a2.toml", "uncoupled") == pytest.approx(parameters("full/a2.toml", "leapfrog"), rel=1e-4)
     assert parameters("a2.toml", "uncoupled") == pytest.approx(parameters("a2.toml", "leapfrog"), rel=1e-4)
-    steps = [arm("full/a3.toml", which).model.attention.coupling for which in study("full/a3.toml").arms]
+    steps = [arm("full/a3.toml", which).model.pattern[0].coupling for which in study("full/a3.toml").arms]
     assert [coupling.steps for coupling in steps if coupling is not None] == [1, 2, 3, 5, 7]
     more = parameters("full/a9.toml", "differential-affine") / parameters("full/a9.toml") - 1
     assert more == pytest.approx(0.003, abs=0.0005)
@@ -121,20 +121,20 @@ def test_the_published_set_ups():
     assert arm("b5.toml").tokens_per_step == arm("b5-64.toml").tokens_per_step
     for name, lr, layers, heads in (("full/b1.toml", 2e-4, 20, 16), ("full/b6.toml", 6e-5, 22, 32)):
         run = arm(name)
-        assert (run.optimiser.lr, run.model.layers, run.model.attention.heads) == (lr, layers, heads)
-        assert (run.model.vocab, run.model.context, run.model.attention.position) == (50_304, 2048, "learned")
+        assert (run.optimiser.lr, run.model.layers, run.model.pattern[0].heads) == (lr, layers, heads)
+        assert (run.model.vocab, run.model.context, run.model.pattern[0].position) == (50_304, 2048, "learned")
         assert (run.optimiser.beta2, run.optimiser.weight_decay, run.optimiser.clip) == (0.95, 0.1, 1.0)
         assert (run.schedule.kind, run.schedule.final, run.budget.tokens) == ("cosine", 0.1, 10_000_000_000)
     for name in ("full/c1.toml", "full/c2.toml", "full/c3.toml"):
         run = arm(name)
         assert (run.tokens_per_step, run.steps, run.optimiser.kind) == (196_608, 5000, "muon")
         assert (run.schedule.kind, 5000 * run.schedule.warmup) == ("constant", 500)
-        assert (run.model.layers, run.model.width, run.model.attention.heads) == (14, 2048, 32)
-        assert run.model.attention.head_width == 64
+        assert (run.model.layers, run.model.width, run.model.pattern[0].heads) == (14, 2048, 32)
+        assert run.model.pattern[0].head_width == 64
         assert study(name).lrs == [3e-4, 3e-3, 3e-2]
         taus = {arm(name, which).logit_control.tau for which in study(name).arms if which.startswith("quack")}
         assert taus == {0.01, 0.1, 1.0, 10.0}
-    latent = arm("full/c2.toml").model.attention.latent
+    latent = arm("full/c2.toml").model.pattern[0].latent
     assert latent is not None
     assert (latent.query_rank, latent.kv_rank, latent.rope_width) == (512, 256, 64)
 

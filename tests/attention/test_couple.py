@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qklab import Attention, AttentionSpec, CouplingSpec, Decoder, recipe, register
-from qklab.attention.couple import Coupling, Forced, GradientForce, group_mean, list_invertible
+from qklab.attention.couple import Coupling, Forced, GradientForce, list_invertible
 from qklab.ops.coupling import reference
 from qklab.testing import randomise
 
@@ -283,7 +283,7 @@ def test_a_map_of_your_own_needs_only_its_flow(monkeypatch: pytest.MonkeyPatch) 
     page = (Path(__file__).parents[2] / "docs/adding-a-mechanism.md").read_text(encoding="utf-8")
     monkeypatch.setattr(register.coupling, "entries", dict(register.coupling.entries))
     example = re.findall(r"```\n(@register.*?class Turn.*?)```", page, re.DOTALL)[0]
-    names: dict[str, Any] = {"Coupling": Coupling, "group_mean": group_mean, "register": register}
+    names: dict[str, Any] = {"Coupling": Coupling, "group_mean": reference.group_mean, "register": register}
     exec(example, names)
     spec = AttentionSpec(width=16, heads=4, kv_heads=2, norm="qk", coupling=CouplingSpec(kind="euler", steps=2))
     layer = randomise(Attention(spec)).double().eval()

@@ -110,7 +110,7 @@ def test_unknown_keys_come_with_a_suggestion() -> None:
 def test_unknown_names_are_refused_wherever_they_come() -> None:
     spec = DecoderSpec(vocab=10, width=32, layers=1, attention=AttentionSpec(**BASE))
     with pytest.raises(SpecError, match=r"no field 'sahre' \(did you mean 'share'\?\)"):
-        spec.attention.replace(sahre="k=v")
+        spec.pattern[0].replace(sahre="k=v")
     with pytest.raises(SpecError, match=r"no field 'share' \(it belongs to attention\)"):
         spec.replace(share="k=v")
     with pytest.raises(SpecError, match=r"no field 'shar' \(did you mean 'share'\?\)"):

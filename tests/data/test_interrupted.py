@@ -17,6 +17,7 @@ from corpora import Build, join_documents, make_documents, read_files, spec_of
 
 from qklab.data import Corpus, DataError, DataSpec, prepare_corpus, shards, workers
 from qklab.data import prepare as preparing
+from qklab.data.scan import scan_or_resume
 
 
 class Killed(BaseException):
@@ -124,7 +125,6 @@ def test_a_source_that_changes_in_between_is_noticed(folder: Path, tmp_path: Pat
 def test_a_source_that_changes_meanwhile_is_noticed(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scan_or_resume = preparing.scan_or_resume
 
     def scan_then_change(*arguments: Any) -> Any:
         plan = scan_or_resume(*arguments)

@@ -111,7 +111,7 @@ def test_a_decoder_folds(share: str) -> None:
     decoder = Decoder(spec, seed=0).double().eval()
     folded = decoder.fold()
     torch.testing.assert_close(folded(tokens()), decoder(tokens()))
-    assert folded.spec.attention.coupling is None
+    assert folded.spec.pattern[0].coupling is None
     assert not any(module.training for module in folded.modules())
     assert sum(parameter.numel() for parameter in folded.parameters()) == folded.spec.parameters()
 
@@ -192,19 +192,19 @@ def test_recipes_have_the_published_sizes() -> None:
 
 def test_recipes_take_choices_of_the_model_too() -> None:
     spec = recipe("nano", layers=2, mlp="gelu", tied=False, norm="qk")
-    assert (spec.layers, spec.mlp, spec.tied, spec.norm, spec.attention.norm) == (2, "gelu", False, "rms", "qk")
+    assert (spec.layers, spec.mlp, spec.tied, spec.norm, spec.pattern[0].norm) == (2, "gelu", False, "rms", "qk")
 
 
 def test_recipes_keep_their_width_when_heads_change() -> None:
-    assert recipe("60m", heads=16).attention.head_width == 32
+    assert recipe("60m", heads=16).pattern[0].head_width == 32
     assert recipe("60m", heads=16).parameters() == recipe("60m").parameters()
 
 
 def test_classic_recipes_are_gpt2s_family() -> None:
     spec = recipe("300m")
     assert (spec.norm, spec.bias, spec.mlp, spec.tied, spec.context) == ("layer", True, "gelu", True, 2048)
-    assert (spec.attention.position, spec.attention.bias, spec.attention.heads) == ("learned", True, 16)
-    assert (recipe("1.2b").layers, recipe("1.2b").width, recipe("1.2b").attention.heads) == (22, 2048, 32)
+    assert (spec.pattern[0].position, spec.pattern[0].bias, spec.pattern[0].heads) == ("learned", True, 16)
+    assert (recipe("1.2b").layers, recipe("1.2b").width, recipe("1.2b").pattern[0].heads) == (22, 2048, 32)
 
 
 def test_widths_must_agree() -> None:

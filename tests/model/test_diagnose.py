@@ -108,7 +108,7 @@ def test_maps_are_the_layers_own(name: str, segments: Tensor | None, monkeypatch
         maps = iter(calls(spec, found.maps[layer]))
 
         def weigh(q: Tensor, stored: mix.KeyValue, *_: Any, maps: Iterator[Tensor] = maps) -> Tensor:
-            _, v = stored.separate()
+            v = stored.separate()[1]
             v = v.repeat_interleave(q.shape[2] // v.shape[2], 2)
             return torch.einsum("bhts,bshd->bthd", next(maps), v)
 

@@ -1,6 +1,7 @@
 """Executors: what a unit's process does, how the local executor begins units again, and what survives a kill."""
 
 import io
+import multiprocessing
 import os
 import signal
 import sys
@@ -135,7 +136,7 @@ def hear_once() -> None:
 
 def never_save(listens: bool) -> None:
     """In a process of its own: a run that outlived its study and hangs."""
-    worker.SAVING = 1.0
+    setattr(worker, "SAVING", 1.0)  # noqa: B010
     StopListener().forked_by = 0
     with StopRequest() if listens else closing(RecordingDisplay()):
         time.sleep(120)
@@ -206,7 +207,7 @@ class Played:
 def play(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Played]:
     def start(*arguments: Any) -> Played:
         played = Played(*arguments)
-        monkeypatch.setattr(local.multiprocessing, "get_context", lambda kind: played)
+        monkeypatch.setattr(multiprocessing, "get_context", lambda kind: played)
         return played
 
     return start
@@ -496,7 +497,7 @@ def test_a_run_sees_the_gpu_of_its_slot_only(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_run_on_a_gpu_begins_with_a_python_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA does not outlive a fork."""
     played, kinds = Played(FAILED), list[str]()
-    monkeypatch.setattr(local.multiprocessing, "get_context", lambda kind: kinds.append(kind) or played)
+    monkeypatch.setattr(multiprocessing, "get_context", lambda kind: kinds.append(kind) or played)
     executor = LocalExecutor("cpu", 1)
     executor.slots = WorkerSlots(1, 1, (0,))
     executor.submit(unit_of(tmp_path / "run"))

@@ -143,6 +143,7 @@ def test_a_reader_gets_the_last_completed_snapshot_or_the_one_before_whatever_th
 
     for number, content in enumerate(wanted):
         fill(tmp_path / "writer", content)
+        operation = 0
         for operation in range(100):
             counted.clear()
             Frail.act = look_and_die(number, operation)

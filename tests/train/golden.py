@@ -37,7 +37,7 @@ def curve(corpus: Path, arm: str, folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    from conftest import prepared_licence
+    from conftest import prepared_licence  # pyright: ignore[reportAttributeAccessIssue]
 
     with tempfile.TemporaryDirectory() as scratch:
         corpus = prepared_licence(Path(scratch))

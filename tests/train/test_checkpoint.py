@@ -13,6 +13,7 @@ from checkpoint_tools import all_bits, bits, folder_of, make_tensors, names, new
 from safetensors.torch import load_file
 from torch import Tensor
 
+from qklab.runs import files
 from qklab.testing.processes import finish_process, start_process
 from qklab.train.checkpoint import Checkpoint, CheckpointError, Checkpoints, Snapshot, store
 
@@ -320,13 +321,13 @@ def test_an_unexpected_failure_of_the_thread_is_raised(tmp_path: Path, monkeypat
 
 
 def save_slowly_and_end(folder: Path) -> None:
-    write = store.write_tensors
+    write = files.write_tensors
 
     def write_late(*given: Any) -> None:
         time.sleep(0.3)
         write(*given)
 
-    store.write_tensors = write_late
+    setattr(store, "write_tensors", write_late)  # noqa: B010
     Checkpoints(folder).save(Snapshot(1, make_tensors(1), {}))
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from qklab.runs import files
 from qklab.testing.processes import start_process
-from qklab.train.checkpoint import CheckpointError, Checkpoints, Snapshot, retention
+from qklab.train.checkpoint import CheckpointError, Checkpoints, Snapshot
 
 SCRIPT = [(1, True), (2, False), (2, True), (3, False), (4, False)]  # steps and whether they are the best
 
@@ -256,7 +256,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_told(tmp_path: Path, monkey
 
     said: list[str] = []
     checkpoints = Checkpoints(tmp_path, keep=1, say=said.append)
-    monkeypatch.setattr(retention.shutil, "rmtree", refuse)
+    monkeypatch.setattr(shutil, "rmtree", refuse)
     for step in (1, 2):
         checkpoints.save(Snapshot(step, make_tensors(step), {}))
     checkpoints.wait()

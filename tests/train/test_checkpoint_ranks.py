@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from qklab.runs import files
 from qklab.testing.processes import run_on_ranks
-from qklab.train.checkpoint import CheckpointError, Checkpoints, Snapshot, store
+from qklab.train.checkpoint import CheckpointError, Checkpoints, Snapshot, saver
 
 SPECIAL = torch.tensor([0x7FC12345, 0x7F812345, -0x80000000, 1, 0x7F800000], dtype=torch.int32).view(torch.float32)
 
@@ -221,9 +222,10 @@ def sharing_errors(folder: Path) -> list[Any]:
             path.unlink()
         return digest
 
-    plain, store.hash_file = store.hash_file, elsewhere
+    plain = files.hash_file
+    setattr(saver, "hash_file", elsewhere)  # noqa: B010
     told.append(refused(lambda: Checkpoints(folder / "not shared").save(Snapshot(1, spread, {}))))
-    store.hash_file = plain
+    setattr(saver, "hash_file", plain)  # noqa: B010
 
     said: list[str] = []
     checkpoints = Checkpoints(folder / "sharded", say=said.append)

@@ -5,7 +5,6 @@ unit again that was lost; what had been saved is not lost with it. Registered on
 """
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -123,17 +122,10 @@ class Attempts:
 
 
 class Executor(Protocol):
-    """Carries out units of work. An entry of `register.executor` makes one, called with the settings below."""
+    """Carries out units of work. An entry of `register.executor` makes one: it is called with `device`, `at_once`,
+    `address` and `say`, a function that is told what happens to units."""
 
     slots: WorkerSlots
-
-    def __init__(
-        self,
-        device: str = "auto",
-        at_once: int | None = None,
-        address: str | None = None,
-        say: Callable[[str], None] = print,
-    ) -> None: ...
 
     @property
     def free(self) -> int:

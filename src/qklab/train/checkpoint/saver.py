@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qklab.runs.files import flush_to_disk, remove_temporaries, rename_folder, write_json
+from qklab.runs.files import flush_to_disk, hash_file, remove_temporaries, rename_folder, write_json
 from qklab.train.checkpoint import retention, store
 from qklab.train.checkpoint.distributed import is_sharded, save_shards
 from qklab.train.checkpoint.store import Checkpoint, CheckpointError, Snapshot
@@ -123,9 +123,7 @@ class Checkpoints:
     def write_shards(self, manifest: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         with self.draft(manifest) as folder:
             call_on_first_rank(lambda: self.make_draft(folder))
-            parts = call_on_all_ranks(
-                lambda: {path.name: store.hash_file(path) for path in save_shards(folder, tensors)}
-            )
+            parts = call_on_all_ranks(lambda: {path.name: hash_file(path) for path in save_shards(folder, tensors)})
             files = {name: digest for part in parts for name, digest in part.items()}
             call_on_first_rank(lambda: self.publish(folder, manifest, files))
 

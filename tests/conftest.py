@@ -5,6 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+# also for the processes that tests start: threads of many tiny programs on few cores mostly wait for each other
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where the contract suite runs, e.g. cuda")

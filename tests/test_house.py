@@ -140,6 +140,7 @@ assert [bool((attention(x) != attention(changed))[:, t].any()) for t in range(6)
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("git") is None, reason="the patch is applied by git")
 def test_a_window_is_the_patch_that_the_table_says(tmp_path: Path) -> None:
     """tests/window.patch adds one. Where it no longer applies, the lines it changes have moved: mend it there."""

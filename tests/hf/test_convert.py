@@ -91,7 +91,7 @@ def test_a_coupling_starts_as_nothing(family: str, dtype: torch.dtype) -> None:
         before = logits(model, token_ids())
         for kind in register.coupling:
             sharing = "per-head" if kind in ("leapfrog", "affine") else "per-layer"
-            report = convert(model, coupling=CouplingSpec(kind=kind, init="identity", force_sharing=sharing))  # pyright: ignore[reportArgumentType]
+            report = convert(model, coupling=CouplingSpec(kind=kind, init="identity", force_sharing=sharing))
             assert torch.equal(logits(model, token_ids()), before), kind
             assert torch.equal(logits(model, token_ids(), use_cache=False), before), kind
             new = [name for name in model.state_dict() if name not in names]

@@ -259,6 +259,32 @@ def test_a_run_that_fails_again_and_again_is_told(
     assert executor.free == 1
 
 
+def test_a_forkserver_that_is_dying_is_waited_for(
+    tmp_path: Path, play: Callable[..., Played], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = [ConnectionRefusedError, ConnectionRefusedError]
+
+    def refuse_twice(unit: Unit) -> None:
+        if refusals:
+            raise refusals.pop()
+        end_run(unit)
+
+    def end_run(unit: Unit) -> None:
+        unit.tasks[0].folder.mkdir()
+        (unit.tasks[0].folder / "summary.json").touch()
+
+    play(0, refuse_twice)
+    executor = LocalExecutor("cpu", 1)
+    executor.submit(unit_of(tmp_path / "run"))
+    assert drain(executor) == ["run"]
+
+    monkeypatch.setattr(local, "DYING", 0.0)
+    refusals += 10 * [ConnectionRefusedError]
+    with pytest.raises(ConnectionRefusedError):
+        executor.submit(unit_of(tmp_path / "other"))
+    assert (executor.free, executor.stop()) == (1, 0)
+
+
 def test_a_run_that_gets_further_each_time_is_resumed_as_often_as_it_takes(
     tmp_path: Path, play: Callable[..., Played]
 ) -> None:

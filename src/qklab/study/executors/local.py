@@ -16,6 +16,7 @@ from qklab.study.spec import StudyError
 
 # torch._dynamo is imported by torch when the first optimiser is made, which takes a second
 PRELOADED = ["qklab.study.executors.worker", "torch._dynamo"]
+DYING = 30.0  # seconds after which a killed forkserver must be gone
 LOST = 255  # what multiprocessing makes of a process whose end it was not told of
 
 
@@ -72,13 +73,14 @@ class LocalExecutor:
         if not self.slots.gpus:
             context.set_forkserver_preload(PRELOADED)
         environment = self.slots.visible_devices(running.slot)
-        running.process = process = context.Process(target=perform_unit, args=(running.unit, environment), daemon=False)
+        process = context.Process(target=perform_unit, args=(running.unit, environment), daemon=False)
         # a signal sent to all processes at once must not end one that has not begun to listen, nor the one that forks
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
-            process.start()
+            start_from_forkserver(process)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        running.process = process
 
     def wait(self, seconds: float) -> list[RunTask]:
         sentinels: dict[Any, Running] = {r.process.sentinel: r for r in self.running if r.process is not None}
@@ -127,6 +129,19 @@ class LocalExecutor:
 
     def close(self) -> None:
         self.stop()
+
+
+def start_from_forkserver(process: BaseProcess) -> None:
+    """Start it. A forkserver that was killed a moment ago still counts as running and answers nobody; once it is seen
+    to be gone, multiprocessing starts another."""
+    until = time.monotonic() + DYING
+    while True:
+        try:
+            return process.start()
+        except ConnectionRefusedError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)
 
 
 def explain_exit(code: int | None, task: RunTask, said: int) -> str:

@@ -158,19 +158,24 @@ def stop(study: Study, executor: RayExecutor) -> None:
 
 def lose(study: Study, executor: RayExecutor, cluster: Any, node: Any) -> None:
     """In the midst of a run its worker is killed, and later, in the midst of another, its node is lost."""
-    raylet, victims, held = node.all_processes["raylet"][0].process.pid, list[Path](), list[int]()
+    raylet, victims, held = node.all_processes["raylet"][0].process.pid, list[Path](), list[tuple[int, int]]()
 
     def act() -> None:
         if held:
-            let_go(held.pop())
+            pid, worker = held[-1]
+            if not alive(worker):  # before that the run, which is short, might end as if nothing had happened
+                let_go(pid)
+                held.pop()
+            return
         if not victims and (one := caught(study.folder, lambda pid: node_of(pid) not in (0, raylet))):
-            os.kill(worker_of(one[1]), signal.SIGKILL)
+            held.append((one[1], worker_of(one[1])))
+            os.kill(held[-1][1], signal.SIGKILL)
         elif len(victims) == 1 and (one := caught(study.folder, lambda pid: node_of(pid) == raylet)):
+            held.append((one[1], worker_of(one[1])))
             cluster.remove_node(node, allow_graceful=False)
         else:
             return
         victims.append(one[0])
-        held.append(one[1])
 
     study.carry_out(executor, RecordingDisplay(act))
     assert len(victims) == 2

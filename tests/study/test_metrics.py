@@ -52,6 +52,16 @@ def test_a_registered_metric_is_a_choice_of_a_study_and_is_read_from_its_runs() 
     }
 
 
+@pytest.mark.parametrize("name", ["loss", "bits_per_byte"])
+def test_our_own_are_better_where_they_are_lower(name: str) -> None:
+    metric, planned = find_metric(name), PlannedRun("c", "k=v", 1e-3, 0)
+    assert (
+        RunResult(planned, "finished", {"evaluation": {"test": {"loss": 1.5, "bits_per_byte": 1.5}}}).value(metric)
+        == 1.5
+    )
+    assert RunResult(planned, "diverged", {}).value(metric) == math.inf
+
+
 def test_a_name_that_nothing_is_registered_under_is_refused_with_a_suggestion() -> None:
     with pytest.raises(SpecError, match=r"metric.*must be one of 'loss', 'bits_per_byte' \(did you mean 'loss'\?\)"):
         study(metric="los")

@@ -190,6 +190,9 @@ def test_initialisation_follows_the_table() -> None:
 
 SIZES = {
     "nano": 1.574,
+    "micro": 6.819,
+    "mini": 16.913,
+    "34m": 33.563,
     "51m": 50.93,
     "60m": 59.32,
     "124m": 123.59,

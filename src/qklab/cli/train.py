@@ -24,7 +24,7 @@ def make_run_flags() -> type:
     model = make_optional_flags(DecoderSpec, sized | {"vocab": "the tokenizer's"}, attention=None)
     recipe = [("recipe", annotate_optional(str, "nano"), dataclasses.field(default=None))]
     model = dataclasses.make_dataclass("ModelFlags", recipe, bases=(model,), frozen=True)
-    model.__doc__ = "A recipe's name (nano, 51m, 60m, 124m, …) and changes to it."
+    model.__doc__ = "A recipe's name (nano, micro, mini, 34m, 51m, …) and changes to it."
     parts = {
         "corpus": make_optional_flags(DataSpec),
         "batch": make_optional_flags(BatchSpec),

@@ -37,6 +37,21 @@ def nano(*, vocab: int = 4096, context: int = 256, **attention: Any) -> DecoderS
     return modern(4, 128, "swiglu", vocab, context, chosen)
 
 
+def micro(*, vocab: int = 8192, context: int = 512, **attention: Any) -> DecoderSpec:
+    """6 × 256, GELU 4d, 6.8M parameters: the second rung of the ladder from nano to 51m."""
+    return modern(6, 256, "gelu", vocab, context, attention)
+
+
+def mini(*, vocab: int = 16_384, context: int = 512, **attention: Any) -> DecoderSpec:
+    """6 × 384, GELU 4d, 16.9M parameters."""
+    return modern(6, 384, "gelu", vocab, context, attention)
+
+
+def size_34m(*, vocab: int = 16_384, context: int = 512, **attention: Any) -> DecoderSpec:
+    """8 × 512, GELU 4d, 33.6M parameters: 51m's layers, with a smaller vocabulary."""
+    return modern(8, 512, "gelu", vocab, context, attention)
+
+
 def size_60m(*, vocab: int = GPT2_VOCAB, context: int = 1024, **attention: Any) -> DecoderSpec:
     """8 × 512, SwiGLU 4d, 59.3M parameters (arXiv 2604.01683's 60M)."""
     return modern(8, 512, "swiglu", vocab, context, attention)
@@ -79,6 +94,9 @@ def size_1200m(*, vocab: int = GPT2_VOCAB, context: int = 2048, **attention: Any
 
 RECIPES: dict[str, Callable[..., DecoderSpec]] = {
     "nano": nano,
+    "micro": micro,
+    "mini": mini,
+    "34m": size_34m,
     "51m": size_51m,
     "60m": size_60m,
     "124m": size_124m,

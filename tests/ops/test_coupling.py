@@ -77,9 +77,12 @@ def test_states_are_wider_than_the_networks(monkeypatch: pytest.MonkeyPatch, aut
         within_budget(actual, exact * (1 + 2**-8), exact)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
-def test_compiles_as_one_graph(backend: str) -> None:
-    given = example()
+@pytest.mark.parametrize(
+    ("members", "backend"),
+    [(None, "aot_eager"), (3, "aot_eager"), pytest.param(None, "inductor", marks=pytest.mark.inductor)],
+)
+def test_compiles_as_one_graph(members: int | None, backend: str) -> None:
+    given = example() if members is None else draw_members("leapfrog", False, members)
     torch._dynamo.reset()
 
     def stage(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,6 +92,61 @@ def test_compiles_as_one_graph(backend: str) -> None:
     compiled = torch.compile(stage, fullgraph=True, backend=backend)
     for actual, expected in zip(compiled(given["q"], given["k"]), stage(given["q"], given["k"]), strict=True):
         close(actual, expected)
+
+
+def draw_members(kind: str, per_head: bool, S: int) -> dict[str, Any]:
+    """The arguments of a call for S members: a potential where it is Euler's, no norm where it is linear."""
+    source = torch.Generator().manual_seed(3)
+
+    def draw(*shape: int) -> Tensor:
+        return (0.5 * torch.randn(shape, generator=source, dtype=torch.float64)).requires_grad_()
+
+    lead, outputs = ((S, G) if per_head else (S,)), (2 * D if kind == "affine" else D)
+
+    def draw_network() -> Network:
+        if kind == "linear":
+            return Network(draw(*lead, D, D))
+        if kind == "euler":
+            return Network(draw(*lead, h, D), draw(S, h), amplitude=draw(*lead, *(1,) * per_head, h))
+        return Network(draw(*lead, h, D), draw(S, h), draw(*lead, outputs, h), None if per_head else draw(S, outputs))
+
+    angle = draw(S * B, T, 1, 2).detach()
+    return {
+        "q": draw(S * B, T, H, D), "k": draw(S * B, T, G, D), "kind": kind, "steps": 2, "members": S,
+        "networks": tuple(draw_network() for _ in range(2 if kind in ("affine", "uncoupled") else 1)),
+        "step": None if kind == "affine" else draw(S, G, 1, 1) if per_head else draw(S),
+        "norm": None if kind == "linear" else Norm(1e-3, draw(S, D), draw(S, D)),
+        "angles": (angle.cos(), angle.sin()), "turn_key": not per_head,
+    }  # fmt: skip
+
+
+def take_member(given: dict[str, Any], s: int) -> dict[str, Any]:
+    """The arguments of member s alone."""
+
+    def take(value: Any, rows: slice | int) -> Any:
+        if isinstance(value, tuple):
+            parts = [take(part, rows) for part in value]
+            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+        return value[rows] if isinstance(value, Tensor) else value
+
+    by_row = {name: take(given[name], slice(s * B, s * B + B)) for name in ("q", "k", "angles")}
+    return {name: take(value, s) for name, value in given.items()} | by_row | {"members": None}
+
+
+@pytest.mark.parametrize("S", [1, 3])
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("kind", ["euler", "leapfrog", "affine", "linear", "uncoupled"])
+def test_members_are_calls_of_their_own(kind: str, per_head: bool, S: int) -> None:
+    """In float64 to 1e-12: outputs, first and second derivatives, by q, k and every weight."""
+    given = draw_members(kind, per_head, S)
+    weights = [w for network in given["networks"] for w in network] + list(given["norm"] or ())[1:]
+    leaves = [x for x in (given["q"], given["k"], given["step"], *weights) if x is not None]
+    alone, found = [couple(**take_member(given, s)) for s in range(S)], []
+    for q, k in (couple(**given), map(torch.cat, zip(*alone, strict=True))):
+        first = torch.autograd.grad((q**3).sum() + (k**2).sum(), leaves, create_graph=True)
+        found.append([q, k, *first, *torch.autograd.grad(sum((x**2).sum() for x in first), leaves)])
+    for actual, expected in zip(*found, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_the_kernel_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +184,20 @@ REFUSED: dict[str, dict[str, Any]] = {
         "angles": (torch.zeros(1, T, 1, 3), torch.zeros(1, T, 1, 2))
     },
     "impl must be one of 'auto', 'reference', 'triton', but 'cuda' came": {"impl": "cuda"},
+    "members must be at least 1 and divide the 2 rows, but 3 came": {"members": 3},
+    "members must be at least 1 and divide the 2 rows, but 0 came": {"members": 0},
+    "step must be [2] or [2, 2, 1, 1], but shape [] came": {"members": 2},
+    "step must be [2] or [2, 2, 1, 1], but shape [2, 1, 1] came": {"members": 2, "step": torch.zeros(2, 1, 1)},
+    "the inner of leapfrog's network must be of shape [2, 7, 6], but shape [7, 6] came": {
+        "members": 2,
+        "step": torch.zeros(2),
+    },
+    "a gain must have shape [2, 6], but [6] came": {
+        "members": 2,
+        "kind": "linear",
+        "step": torch.zeros(2),
+        "networks": (Network(torch.zeros(2, D, D)),),
+    },
 }
 
 

@@ -16,8 +16,9 @@ MOST_BYTES = 100 * 2**10  # of matrices, which lie in a multiprocessor's shared 
 class Network(NamedTuple):
     """What moves a state u [·, D]: f(u) = W2 silu(W1 u + b1) + b2; or −W1ᵀ(a ⊙ σ(W1 u + b1)); or W1 u.
 
-    Every matrix may have a leading G, one for each key head, which share the biases. The outer layer of an affine map's
-    network has 2D rows, first those of the scale and then those of the shift.
+    Every matrix may have a leading G, one for each key head, which share the biases; with members, every field has S
+    before that. The outer layer of an affine map's network has 2D rows, first those of the scale and then those of the
+    shift.
     """
 
     inner: Tensor  # W1 [h, D]
@@ -47,6 +48,7 @@ def couple(
     norm: Norm | None = None,
     angles: tuple[Tensor, Tensor] | None = None,
     turn_key: bool = True,
+    members: int | None = None,
     impl: Impl = "auto",
 ) -> tuple[Tensor, Tensor]:
     """rotate(normalise(couple(q, k))): q [B, T, H, D], k [B, T, G, D] → the same shapes and dtype.
@@ -64,18 +66,23 @@ def couple(
     Affine and uncoupled have two networks, the query's first. Then `norm`, where given, and RoPE by `angles` (cos, sin
     [B or 1, T, 1, r/2] turn the pairs (i, i + r/2) of the first r entries), of the key only if `turn_key`.
 
+    With `members` = S, every weight (of the networks, the step, the gains) has a leading axis of S, and q, k have S·B
+    rows, of which member s owns B from s·B on: S calls in one.
+
     States are float32 (float64 for float64 inputs), networks compute in autocast's dtype or q's own, and results are
     rounded once. The kernel keeps q, k and the weights for the backward and nothing else.
     """
-    check_coupling(q, k, kind, networks, step, steps, norm, angles)
+    check_coupling(q, k, kind, networks, step, steps, norm, angles, members)
     device = q.device.type
     cast = torch.is_autocast_enabled(device) and q.dtype != torch.float64
     precision = torch.get_autocast_dtype(device) if cast else q.dtype
     obstacle, objection = find_coupling_obstacle(q, networks, precision), find_coupling_objection(precision)
+    obstacle = obstacle if members is None else "the kernel takes the weights of one model"
     if choose_impl("couple", impl, q.device, obstacle, objection) == "reference":
         return reference.couple(
-            q, k, kind, networks, step, steps, scale_limit, norm, angles, turn_key and angles is not None, precision
-        )
+            q, k, kind, networks, step, steps, scale_limit, norm, angles, turn_key and angles is not None, precision,
+            members,
+        )  # fmt: skip
     weights = name_weights(networks, step, norm)
     return _couple(
         q,
@@ -137,6 +144,7 @@ def check_coupling(
     steps: int,
     norm: Norm | None,
     angles: tuple[Tensor, Tensor] | None,
+    members: int | None,
 ) -> None:
     if kind not in reference.MAPS:
         known = ", ".join(reference.MAPS)
@@ -155,25 +163,27 @@ def check_coupling(
             "q and k must be floating-point tensors of one dtype on one device, "
             f"but {q.dtype} on {q.device} and {k.dtype} on {k.device} came."
         )
+    if members is not None and (members < 1 or B % members):
+        raise ValueError(f"members must be at least 1 and divide the {B} rows, but {members} came.")
+    lead = () if members is None else (members,)
     if steps < 1:
         raise ValueError(f"steps must be at least 1, but {steps} came.")
     wanted, stepped = reference.MAPS[kind].networks, reference.MAPS[kind].stepped
     if len(networks) != wanted:
         raise ValueError(f"{kind} has {wanted} network{'s' * (wanted > 1)}, but {len(networks)} came.")
-    scalar = step is not None and step.numel() == 1 and step.dim() < 3
-    if (step is None) == stepped or (step is not None and not scalar and step.shape != (G, 1, 1)):
+    scalar = step is not None and (step.shape == lead if lead else step.numel() == 1 and step.dim() < 3)
+    if (step is None) == stepped or (step is not None and not scalar and step.shape != (*lead, G, 1, 1)):
         came = "none" if step is None else f"shape {list(step.shape)}"
-        raise ValueError(
-            f"step must be {f'a scalar or [{G}, 1, 1]' if stepped else f'absent for {kind}'}, but {came} came."
-        )
+        wanted = f"{list(lead) if lead else 'a scalar'} or {[*lead, G, 1, 1]}"
+        raise ValueError(f"step must be {wanted if stepped else f'absent for {kind}'}, but {came} came.")
     for network in networks:
-        check_network(network, kind, D, G)
+        check_network(network, kind, D, G, lead)
     if len({network.inner.dim() for network in networks}) > 1:
         raise ValueError("both networks must have one set of matrices for all key heads, or both one for each.")
     gains = () if norm is None else (norm.query_gain, norm.key_gain)
     for gain in gains:
-        if gain is not None and gain.shape != (D,):
-            raise ValueError(f"a gain must have shape [{D}], but {list(gain.shape)} came.")
+        if gain is not None and gain.shape != (*lead, D):
+            raise ValueError(f"a gain must have shape {[*lead, D]}, but {list(gain.shape)} came.")
     for angle in angles or ():
         if angle.dim() != 4 or angle.shape[0] not in (1, B) or angle.shape[1:3] != (T, 1) or 2 * angle.shape[3] > D:
             raise ValueError(
@@ -185,18 +195,18 @@ def check_coupling(
         raise ValueError(f"angles must be cos and sin of one shape, but {came} came.")
 
 
-def check_network(network: Network, kind: str, D: int, G: int) -> None:
+def check_network(network: Network, kind: str, D: int, G: int, lead: tuple[int, ...]) -> None:
     inner = network.inner
-    lead = (G,) if inner.dim() == 3 else ()
+    heads = (G,) if inner.dim() == 3 + len(lead) else ()
     h = D if kind == "linear" or inner.dim() < 2 else inner.shape[-2]
     outputs = 2 * D if kind == "affine" else D
     layered = kind != "linear" and network.amplitude is None
     expected: dict[str, tuple[int, ...] | None] = {
-        "inner": (*lead, h, D),
-        "outer": (*lead, outputs, h) if layered else None,
-        "inner_bias": (h,) if kind != "linear" else None,
-        "outer_bias": (outputs,) if layered else None,
-        "amplitude": (*lead, *(1,) * len(lead), h) if kind not in ("linear", "affine") else None,
+        "inner": (*lead, *heads, h, D),
+        "outer": (*lead, *heads, outputs, h) if layered else None,
+        "inner_bias": (*lead, h) if kind != "linear" else None,
+        "outer_bias": (*lead, outputs) if layered else None,
+        "amplitude": (*lead, *heads, *(1,) * len(heads), h) if kind not in ("linear", "affine") else None,
     }
     for name, shape in expected.items():
         tensor = getattr(network, name)

@@ -1,7 +1,8 @@
 """Reference of the coupling maps: torch only, differentiable any number of times, and what a compiler may look into.
 
 Inside, heads are grouped as q [B, T, G, R, D] and k [B, T, G, 1, D] with R = H/G: a query head meets its group's key by
-broadcasting, and the key meets the mean q̄ of its group's query heads.
+broadcasting, and the key meets the mean q̄ of its group's query heads. Of S members, whose weights differ, the first two
+axes are [S, B·T], and weights have the axes that broadcast with them (`align_members`).
 """
 
 from __future__ import annotations
@@ -23,11 +24,16 @@ Pair = tuple[Tensor, Tensor]
 
 
 def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """W x + b on the last axis: one W [o, i] for all heads, or one per key head [G, o, i]."""
+    """W x + b on the last axis: one W [o, i] for all heads, or one per key head [G, o, i]; with members, W is
+    [S, G or 1, o, i] and b [S, 1, 1, 1, o]."""
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     if weight.dim() == 2:
         return F.linear(x, weight, bias)
-    y = torch.einsum("btgri,goi->btgro", x, weight)
+    if weight.dim() == 4 and weight.shape[1] == 1:
+        rows = x.flatten(1, 3)
+        y = rows @ weight[:, 0].mT if bias is None else torch.baddbmm(bias[:, 0, 0], rows, weight[:, 0].mT)
+        return y.unflatten(1, x.shape[1:4])
+    y = torch.einsum("btgri,goi->btgro" if weight.dim() == 3 else "sngri,sgoi->sngro", x, weight)
     return y if bias is None else y + bias
 
 
@@ -37,6 +43,15 @@ def apply_force(network: Network, u: Tensor) -> Tensor:
     if network.amplitude is not None:
         return -apply_linear((network.amplitude * torch.sigmoid(z)).to(u.dtype), network.inner.mT, None)
     return z if network.outer is None else apply_linear(F.silu(z), network.outer, network.outer_bias)
+
+
+def align_members(network: Network) -> Network:
+    """The network of S members [S, …] with the axes that `apply_linear` knows members by."""
+    matrices = {name: getattr(network, name) for name in ("inner", "outer")}
+    vectors = {name: getattr(network, name) for name in ("inner_bias", "outer_bias", "amplitude")}
+    aligned = {name: w[:, None] for name, w in matrices.items() if w is not None and w.dim() == 3}
+    aligned |= {name: w.reshape(len(w), 1, -1, 1, w.shape[-1]) for name, w in vectors.items() if w is not None}
+    return network._replace(**aligned)
 
 
 def group_mean(q: Tensor) -> Tensor:
@@ -150,13 +165,19 @@ def couple(
     angles: Pair | None,
     turn_key: bool,
     precision: torch.dtype,
+    members: int | None = None,
 ) -> Pair:
     """The operation `api.couple` describes: states in float32 (float64), networks in `precision`, one rounding at the
     end."""
-    dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
+    dtype, wide, shapes = q.dtype, torch.promote_types(q.dtype, torch.float32), (q.shape, k.shape)
     q, k = q.to(wide).unflatten(2, (k.shape[2], -1)), k.to(wide).unsqueeze(3)
+    if members is not None:
+        tokens = q.shape[0] // members * q.shape[1]
+        q, k = (x.reshape(members, tokens, *x.shape[2:]) for x in (q, k))
+        networks = tuple(map(align_members, networks))
+        step = None if step is None else step.reshape(members, 1, -1, 1, 1)
     forces = [lambda u, n=network: apply_force(n, u.to(precision)).to(wide) for network in networks]
     step = q.new_ones(()) if step is None else step.to(wide)
     q, k = MAPS[kind].move(q, k, Motion(step, steps, forces, networks, scale_limit, precision))
-    q, k = normalise_and_rotate(q.flatten(2, 3), k.squeeze(3), norm, angles, turn_key)
+    q, k = normalise_and_rotate(q.reshape(shapes[0]), k.reshape(shapes[1]), norm, angles, turn_key)
     return q.to(dtype), k.to(dtype)

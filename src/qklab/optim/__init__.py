@@ -2,6 +2,7 @@
 
 from qklab.optim.logit_control import LogitControl
 from qklab.optim.optimiser import Optimiser, ParameterRole, find_parameter_role
+from qklab.optim.population import PopulationOptimiser, measure_gradient_norms
 from qklab.optim.qk_clip import QKClip
 from qklab.optim.roles import LayerRoles, Rows, attention_roles, layer_roles
 from qklab.optim.spec import LogitControlSpec, OptimiserSpec, ScheduleSpec
@@ -13,10 +14,12 @@ __all__ = [
     "Optimiser",
     "OptimiserSpec",
     "ParameterRole",
+    "PopulationOptimiser",
     "QKClip",
     "Rows",
     "ScheduleSpec",
     "attention_roles",
     "find_parameter_role",
     "layer_roles",
+    "measure_gradient_norms",
 ]

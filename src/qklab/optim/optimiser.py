@@ -12,7 +12,7 @@ ParameterRole = Literal["embedding", "head", "matrix", "coupling", "vector"]
 DECAYED: frozenset[ParameterRole] = frozenset({"embedding", "head", "matrix", "coupling"})
 
 
-def find_parameter_role(name: str, parameter: nn.Parameter) -> ParameterRole:
+def find_parameter_role(name: str, parameter: Tensor) -> ParameterRole:
     """The role of a decoder's parameter.
 
     - `embedding`: token embeddings (also where they are tied to the output) and learned positions

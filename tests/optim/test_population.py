@@ -1,0 +1,157 @@
+"""A population's optimiser does to every member what a solo optimiser does to it alone."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from control import decoder
+from torch import Tensor, nn
+
+from qklab.model import Decoder
+from qklab.optim import LogitControlSpec, Optimiser, OptimiserSpec, PopulationOptimiser, measure_gradient_norms
+
+MEMBERS = 3
+NOBODY = (False,) * MEMBERS
+LRS = (1e-2, 3e-3, 5e-2)
+SPECS = [
+    OptimiserSpec(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, momentum=0.95, clip=1.0),
+    OptimiserSpec(beta1=0.8, beta2=0.99, eps=1e-3, weight_decay=0.4, momentum=0.9, clip=0.0),
+    OptimiserSpec(beta1=0.95, beta2=0.9, eps=1e-6, weight_decay=0.0, momentum=0.5, clip=30.0),
+]
+
+
+def stack_by_hand(models: Sequence[nn.Module]) -> nn.Module:
+    """A model of the same modules whose parameters are the models' own, stacked."""
+    stacked = copy.deepcopy(models[0])
+    for name, parameter in stacked.named_parameters():
+        parameter.data = torch.stack([model.get_parameter(name).detach() for model in models])
+    return stacked
+
+
+def give_gradients(models: Sequence[nn.Module], step: int) -> None:
+    """Random gradients, those of every next model ten times as large."""
+    generator = torch.Generator().manual_seed(step)
+    for member, model in enumerate(models):
+        for parameter in model.parameters():
+            drawn = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter.grad = drawn * 10.0 ** (member - 1)
+
+
+def stack_gradients(models: Sequence[nn.Module], stacked: nn.Module) -> None:
+    for name, parameter in stacked.named_parameters():
+        parameter.grad = torch.stack([model.get_parameter(name).grad for model in models])  # pyright: ignore[reportArgumentType]
+
+
+class Pair:
+    """A population, and its members trained alone on the same gradients."""
+
+    def __init__(
+        self, specs: Sequence[OptimiserSpec], controls: Sequence[LogitControlSpec] | None = None, **attention: Any
+    ):
+        self.specs = specs
+        self.models: list[Decoder] = [decoder(seed=member, **attention) for member in range(len(specs))]
+        self.stacked = stack_by_hand(self.models)
+        solo = [None] * len(specs) if controls is None else controls
+        self.solo = [Optimiser(spec, model, c) for spec, model, c in zip(specs, self.models, solo, strict=True)]
+        self.population = PopulationOptimiser(specs, self.stacked, controls)
+
+    def step(self, number: int, skip: Sequence[bool] = NOBODY, spoil: float = torch.nan) -> None:
+        give_gradients(self.models, number)
+        stack_gradients(self.models, self.stacked)
+        lrs = torch.tensor(LRS, dtype=torch.float64) / (number + 1)
+        for member, model in enumerate(self.models):
+            if skip[member]:
+                for parameter in self.stacked.parameters():
+                    parameter.grad[member] = spoil  # pyright: ignore[reportOptionalSubscript]
+            else:
+                if self.specs[member].clip:
+                    nn.utils.clip_grad_norm_(model.parameters(), self.specs[member].clip)
+                self.solo[member].step(lrs[member].item())
+        self.population.step(lrs, torch.tensor(skip), measure_gradient_norms(self.stacked))
+        self.population.zero_grad()
+
+    def assert_equal(self) -> None:
+        for member, model in enumerate(self.models):
+            for name, parameter in model.named_parameters():
+                own = self.stacked.get_parameter(name)[member]
+                torch.testing.assert_close(own, parameter, rtol=1e-9, atol=1e-12, msg=f"{name} of member {member}")
+            expected, found = self.solo[member].tensors(), self.population.tensors(member)
+            assert found.keys() == expected.keys()
+            for name, tensor in expected.items():
+                torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-12, msg=f"{name} of {member}")
+
+
+def bits(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def test_adamw_equals_every_members_own() -> None:
+    pair = Pair(SPECS)
+    for number in range(5):
+        pair.step(number)
+    pair.assert_equal()
+
+
+def test_a_member_that_skips_keeps_every_bit_and_its_own_count_of_steps() -> None:
+    pair = Pair(SPECS)
+    pair.step(0)
+    state = bits(pair.population.tensors(1))
+    weights = {name: p[1].clone() for name, p in pair.stacked.named_parameters()}
+    for number, spoil in ((1, torch.nan), (2, torch.inf)):
+        pair.step(number, (False, True, False), spoil)
+        assert all(torch.equal(p[1], weights[name]) for name, p in pair.stacked.named_parameters())
+        assert all(torch.equal(tensor, state[name]) for name, tensor in pair.population.tensors(1).items())
+    pair.step(3)
+    pair.assert_equal()
+
+
+def test_norms_that_are_not_given_are_measured() -> None:
+    given, asked = Pair(SPECS), Pair(SPECS)
+    given.step(0)
+    give_gradients(asked.models, 0)
+    stack_gradients(asked.models, asked.stacked)
+    asked.population.step(torch.tensor(LRS, dtype=torch.float64), torch.tensor(NOBODY), None)
+    assert all(torch.equal(p, q) for p, q in zip(given.stacked.parameters(), asked.stacked.parameters(), strict=True))
+
+
+def test_members_that_went_on_alone_return_in_another_order() -> None:
+    pair = Pair(SPECS)
+    for number in range(2):
+        pair.step(number)
+    stacked, lrs = stack_by_hand(pair.models[::-1]), torch.tensor(LRS[::-1], dtype=torch.float64)
+    population = PopulationOptimiser(SPECS[::-1], stacked)
+    for place, solo in enumerate(pair.solo[::-1]):
+        found, state = population.tensors(place), solo.tensors()
+        assert {n: (t.dtype, t.shape) for n, t in found.items()} == {n: (t.dtype, t.shape) for n, t in state.items()}
+        for name, tensor in found.items():
+            tensor.copy_(state[name])
+    pair.step(2)
+    give_gradients(pair.models, 2)
+    stack_gradients(pair.models[::-1], stacked)
+    population.step(lrs / 3, torch.tensor(NOBODY), measure_gradient_norms(stacked))
+    for name, parameter in stacked.named_parameters():
+        torch.testing.assert_close(parameter.flip(0), pair.stacked.get_parameter(name), rtol=1e-9, atol=1e-12)
+
+
+def test_a_step_is_one_graph_that_asks_no_value_of_the_device() -> None:
+    pair, other = Pair(SPECS), Pair(SPECS)
+    pair.step(0)
+    other.population.step = torch.compile(other.population.step, fullgraph=True, backend="eager")
+    other.step(0)
+    assert all(torch.equal(p, q) for p, q in zip(pair.stacked.parameters(), other.stacked.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("specs", "said"),
+    [
+        ([], "at least one member"),
+        ([SPECS[0], SPECS[1].replace(kind="muon"), SPECS[2]], "share one optimiser, but adamw and muon came"),
+        (SPECS[:2], "population of 2 is"),
+    ],
+)
+def test_members_that_cannot_be_updated_together_are_refused(specs: list[OptimiserSpec], said: str) -> None:
+    stacked = stack_by_hand([decoder(seed=member) for member in range(MEMBERS)])
+    with pytest.raises(ValueError, match=said):
+        PopulationOptimiser(specs, stacked)

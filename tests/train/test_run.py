@@ -4,6 +4,7 @@ import json
 import math
 import os
 import resource
+import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +19,10 @@ from qklab.model.decoder import Decoder
 from qklab.runs import RunDirectory, RunError
 from qklab.schema import SpecError
 from qklab.testing.processes import finish_process, start_process
+from qklab.train.evaluate import estimate_error
 from qklab.train.launch import describe_outcome, train
 from qklab.train.load import load_model, sample_text
+from qklab.train.objective import Objective
 from qklab.train.resume import resolve_request
 from qklab.train.settings import resolve_run
 from qklab.train.spec import ExecutionSpec, RunSpec
@@ -76,6 +79,48 @@ def test_perplexity_and_bits_per_byte_are_those_of_the_whole_split(settings: Set
     assert result["loss"] == pytest.approx(nats / tokens, rel=1e-5)
     assert result["perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-4)
     assert result["bits_per_byte"] == pytest.approx(nats / math.log(2) / split.bytes, rel=1e-5)
+
+
+@pytest.mark.parametrize(("asked", "tokens"), [({}, 32_768), ({"final_tokens": 96}, 96), ({"final_tokens": 0}, None)])
+def test_how_much_the_final_evaluation_reads(settings: Settings, asked: dict[str, int], tokens: int | None) -> None:
+    assert settings(evaluation=asked)[0].final_tokens == tokens
+    long = settings(evaluation=asked, budget={"tokens": 8 * 384 * 1000})[0].final_tokens
+    assert long == (tokens if asked else 384 * 1000)
+    by_clock = settings(evaluation=asked, budget={"tokens": None, "seconds": 60.0})[0].final_tokens
+    assert by_clock == (tokens if asked else 60 * 2048)
+
+
+def test_the_sampled_evaluation_states_its_error_and_goes_on_where_it_was_stopped(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = {"evaluation": {"final_tokens": 480, "times": 0}, "execution": {"rows": 2}}
+    seen: list[str] = []
+    plain = Objective.forward
+
+    def forward(self: Objective, *arguments: Any, per_token: bool = False, **options: Any) -> Any:
+        if per_token:
+            seen.append("batch")
+            if len(seen) == 3 and not (tmp_path / "stopped" / "evaluating.json").exists():
+                signal.raise_signal(signal.SIGTERM)
+        return plain(self, *arguments, per_token=per_token, **options)
+
+    spec, execution = settings(**changed)
+    whole = train(spec, tmp_path / "whole", execution).summary
+    monkeypatch.setattr(Objective, "forward", forward)
+    assert train(spec, tmp_path / "stopped", execution).status == "interrupted"
+    assert len(seen) == 3
+    resumed = train(spec, tmp_path / "stopped", execution).summary
+    assert resumed is not None
+    assert whole is not None
+    assert resumed["evaluation"] == whole["evaluation"]  # to the bit
+    test, windows = resumed["evaluation"]["test"], 480 // 48
+    assert len(seen) == 2 * windows // 2  # each window once
+    assert 432 < test["tokens"] <= 480 < test["split_tokens"]
+    assert 0.001 < test["standard_error"] < 1
+    several = [1.0, 2.0, 4.0]
+    expected = math.sqrt(torch.tensor(several).var().item() / 3 * (1 - 3 / 6))
+    assert estimate_error(7.0, 21.0, 3, 6) == pytest.approx(expected)
+    assert not (tmp_path / "stopped" / "evaluating.json").exists()
 
 
 def test_the_unigram_loss_is_the_cross_entropy_of_the_training_frequencies(corpus_folder: Path) -> None:

@@ -4,6 +4,7 @@ run.json        what was asked for and where: spec, fingerprint, commit, data ha
 metrics.jsonl   what was measured, step by step
 probes/         one JSON file per probe
 checkpoints/    what training continues from
+evaluating.json how far the final evaluation is, once it was stopped
 summary.json    how it ended
 lock            held while a process works in the directory
 """
@@ -17,6 +18,7 @@ from qklab.runs.files import describe_os_error, lock_file, remove_temporaries, w
 from qklab.runs.metrics import read_metrics
 
 FORMAT = 1
+EVALUATING = "evaluating.json"
 NEEDED = {"run.json": ("id", "spec", "data", "environment"), "summary.json": ("status", "evaluation")}
 
 

@@ -146,6 +146,10 @@ class StudySpec(Spec):
                         f"arm {arm}: corpus.valid and corpus.test must be the baseline's; set them in base.",
                         "corpus",
                     )
+                if run.final_tokens != runs[self.baseline].final_tokens:
+                    raise SpecError(
+                        f"arm {arm}: evaluation.final_tokens must be the baseline's; set it in base.", "evaluation"
+                    )
                 metric = find_metric(self.metric)
                 if metric.needs_one_tokenizer and (own.tokenizer, own.vocab) != (other.tokenizer, other.vocab):
                     others = " or ".join(repr(each.name) for each in list_metrics() if not each.needs_one_tokenizer)
@@ -163,7 +167,11 @@ class StudySpec(Spec):
             return spec
         base = self.resolve_arm(self.baseline, own)
         if self.match == "flops":
-            return spec.replace(budget=spec.budget.replace(tokens=None, seconds=None, flops=count_run_flops(base)))
+            final = spec.evaluation.replace(
+                final_tokens=base.final_tokens or 0
+            )  # the same text, after more or fewer steps
+            budget = spec.budget.replace(tokens=None, seconds=None, flops=count_run_flops(base))
+            return spec.replace(budget=budget, evaluation=final)
         try:
             return spec.replace(model=match_parameters(spec.model, base.model.parameters()))
         except SpecError as error:

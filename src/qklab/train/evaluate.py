@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ class Evaluation:
     nats: float
     tokens: int
     bytes: int
+    standard_error: float = 0.0  # of the loss, from having read some windows of the split and not all
 
     @property
     def loss(self) -> float:
@@ -44,7 +45,22 @@ class Evaluation:
             "bits_per_byte": self.bits_per_byte,
             "tokens": self.tokens,
             "bytes": self.bytes,
+            "standard_error": self.standard_error,
         }
+
+
+@dataclass
+class EvaluationSums:
+    """What a rank has of an evaluation under way, and goes on from: its first `windows`."""
+
+    windows: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    nats: list[float] | torch.Tensor = field(default_factory=lambda: [0.0, 0.0])  # and squares of each window's
+
+    def to_dict(self) -> dict[str, Any]:
+        nats = self.nats if isinstance(self.nats, list) else self.nats.tolist()
+        return {"windows": self.windows, "tokens": self.tokens, "bytes": self.bytes, "nats": nats}
 
 
 @torch.no_grad()
@@ -58,28 +74,41 @@ def evaluate_windows(
     rows: int = 16,
     bf16: bool = False,
     tick: Callable[[float], None] = lambda done: None,
+    sums: EvaluationSums | None = None,
 ) -> Evaluation:
     """The model's loss on about `tokens` evenly spread tokens of a split, or on all of it; the same windows for every
-    model. `tick` is told the fraction done and may raise to give up."""
+    model. `tick` is told the fraction done and may raise to give up; `sums` then has what is done so far, to go on
+    with."""
     chosen = windows.select_windows(tokens)
     mine = np.array_split(chosen, machine.world)[machine.rank]
     was_training = objective.training
     objective.eval()
-    nats, counted, text_bytes = torch.zeros((), dtype=torch.float64, device=machine.device), 0, 0
+    sums = EvaluationSums() if sums is None else sums
+    sums.nats = nats = torch.as_tensor(sums.nats, dtype=torch.float64, device=machine.device)
     try:
         # every rank makes as many calls as the busiest, since sharded models need all ranks in each
-        for first in range(0, -(-len(chosen) // machine.world), rows):
+        for first in range(sums.windows, -(-len(chosen) // machine.world), rows):
             part = mine[first : first + rows]
             batch = windows.batch(part if len(part) else chosen[:1])
             real = batch.targets[batch.targets != IGNORED].numpy() if len(part) else np.empty(0, np.int64)
             with torch.autocast(machine.device.type, torch.bfloat16, enabled=bf16):
                 losses, _ = objective(*batch.to(machine.device), per_token=True)
             if len(part):
-                nats += losses.double().sum()
-            counted += len(real)
-            text_bytes += int(byte_lengths[real].sum())
+                nats[0] += losses.double().sum()
+                nats[1] += losses.double().view(len(part), -1).sum(1).square().sum()
+            sums.windows, sums.tokens = first + rows, sums.tokens + len(real)
+            sums.bytes += int(byte_lengths[real].sum())
             tick(min(1.0, (first + rows) / max(1, len(mine))))
     finally:
         objective.train(was_training)
-    total = sum_over_ranks(float(nats), counted, text_bytes)
-    return Evaluation(total[0], int(total[1]), int(total[2]))
+    total, squares, counted, text_bytes = sum_over_ranks(*nats.tolist(), sums.tokens, sums.bytes)
+    error = estimate_error(total, squares, len(chosen), len(windows)) * len(chosen) / counted
+    return Evaluation(total, int(counted), int(text_bytes), error)
+
+
+def estimate_error(total: float, squares: float, sampled: int, windows: int) -> float:
+    """Standard error of the mean of a window's nats: what another choice of as many windows would change it by."""
+    if sampled < 2 or sampled >= windows or not math.isfinite(squares):
+        return 0.0
+    variance = max(0.0, squares - total * total / sampled) / (sampled - 1)
+    return math.sqrt(variance / sampled * (1 - sampled / windows))

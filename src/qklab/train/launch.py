@@ -213,5 +213,14 @@ def describe_outcome(outcome: Outcome) -> str:
         lines.append(
             f"  {split}: loss {result['loss']:.4f} nats per token, perplexity {result['perplexity']:.2f} per token, "
             f"{result['bits_per_byte']:.4f} bits per byte (a unigram model: {result['unigram_loss']:.4f} nats)"
+            f"{describe_sample(result)}"
         )
     return "\n".join(lines)
+
+
+def describe_sample(result: dict[str, Any]) -> str:
+    """How much of a split was read, and what that may have changed, where it was not all of it."""
+    if not result.get("standard_error"):
+        return ""
+    share = f"{result['tokens']:,} of {result['split_tokens']:,} tokens"
+    return f", on {share}: ± {result['standard_error']:.4f} nats by the choice of windows"

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from qklab.runs.directory import RunDirectory
+from qklab.runs.directory import EVALUATING, RunDirectory
 from qklab.runs.files import write_json
 from qklab.runs.metrics import MetricsFile
 from qklab.runs.sinks import Sinks
@@ -67,6 +67,7 @@ class RunRecorder:
         """Write the summary, once all else is on the disk; called on all ranks."""
         self.flush()
         call_on_first_rank(lambda: self.directory.write("summary.json", summary))
+        call_on_first_rank(lambda: (self.directory.path / EVALUATING).unlink(missing_ok=True))
 
     def close(self) -> None:
         self.sinks.close()

@@ -24,6 +24,9 @@ from qklab.schema import (
 )
 
 DEFAULT_TOKENS = 4_000_000
+FINAL_SHARE = 8  # the final evaluation of a split reads a token for so many of training: 4 % of the steps' time
+FINAL_PER_SECOND = 2048  # and where the budget is in seconds so many for each, whatever the machine
+LEAST_FINAL = 32_768
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +63,14 @@ class BudgetSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSpec(Spec):
-    """Validation `times` times over the run on about `tokens` tokens, the same for every model, and at the end on the
-    whole of validation and test. Probes `probes` times, by default once every 80 steps but at most 10 times, which
-    keeps their cost under 2 %; on `probe_rows` validation windows cut to `probe_tokens`."""
+    """Validation `times` times over the run on about `tokens` tokens, the same for every model, and at the end on about
+    `final_tokens` of validation and of test: 0 for all of them, by default what `RunSpec.final_tokens` says. Probes
+    `probes` times, by default once every 80 steps but at most 10 times, which keeps their cost under 2 %; on
+    `probe_rows` validation windows cut to `probe_tokens`."""
 
     times: int = integer_field(10, at_least=0)
     tokens: int = integer_field(16_384)
+    final_tokens: int | None = integer_field(None, at_least=0, at_most=2**62)
     probes: int | None = integer_field(None, at_least=0)
     probe_rows: int = integer_field(2)
     probe_tokens: int = integer_field(256)
@@ -163,6 +168,16 @@ class RunSpec(Spec):
         if self.evaluation.probes is not None:
             return self.evaluation.probes
         return 10 if self.steps is None else min(10, max(1, self.steps // 80))
+
+    @property
+    def final_tokens(self) -> int | None:
+        """How many tokens of validation and of test are read at the end, evenly spread; None: all of them."""
+        if self.evaluation.final_tokens is not None:
+            return self.evaluation.final_tokens or None
+        if self.budget.seconds is not None:
+            return max(LEAST_FINAL, int(FINAL_PER_SECOND * self.budget.seconds))
+        assert self.steps is not None
+        return max(LEAST_FINAL, self.steps * self.tokens_per_step // FINAL_SHARE)
 
     @property
     def fingerprint(self) -> str:

@@ -1,36 +1,68 @@
-"""The end of a run: evaluation on whole splits, and the summary."""
+"""The end of a run: its final evaluation, and the summary."""
 
+import json
 import resource
 import sys
+import time
 from typing import Any
 
 import numpy as np
 import torch
 
 from qklab.data.shards import Corpus, Split
+from qklab.runs.directory import EVALUATING
+from qklab.train.evaluate import EvaluationSums
 from qklab.train.loop import Loop, Status
 from qklab.train.machine import Machine
 from qklab.train.signals import StopRequest
 
+SAVE_SECONDS = 30.0
+
 
 class InterruptedEvaluationError(Exception):
-    """Someone asked to stop during the final evaluation; the last checkpoint is already there."""
+    """Someone asked to stop during the final evaluation; all that was done is saved."""
 
 
 def evaluate_splits(loop: Loop, stop: StopRequest) -> dict[str, dict[str, Any]]:
-    """The whole of validation and test."""
-    results = {}
-    for split in loop.trainer.windows:
+    """Validation and test, as much of each as the spec says; stopped, it goes on where it was."""
+    results, tokens = dict[str, dict[str, Any]](), loop.spec.final_tokens
+    begun = read_begun_evaluation(loop)
+    saved_at = time.monotonic()
+    for split, windows in loop.trainer.windows.items():
+        sums = begun.setdefault(split, EvaluationSums())
+        whole = len(windows.select_windows(tokens)) == len(windows)
+        what = f"final evaluation on {'all' if whole else 'a sample'} of {split}"
 
-        def tick(done: float, split: str = split) -> None:
-            if stop.came is not None and loop.machine.world == 1:
-                raise InterruptedEvaluationError
-            loop.display.show(1.0, f"final evaluation on all of {split}: {done:.0%}")
+        def tick(done: float, what: str = what) -> None:
+            nonlocal saved_at
+            stopped = stop.came is not None
+            if loop.machine.world == 1 and (stopped or time.monotonic() - saved_at > SAVE_SECONDS):
+                saved_at = time.monotonic()
+                states = {name: own.to_dict() for name, own in begun.items()}
+                loop.recorder.directory.write(EVALUATING, {"step": loop.state.step, "splits": states})
+                if stopped:
+                    raise InterruptedEvaluationError
+            loop.display.show(1.0, f"{what}: {done:.0%}")
 
         with loop.measure_time("evaluation"):
-            results[split] = loop.trainer.evaluate(split, None, tick).to_dict()
+            results[split] = loop.trainer.evaluate(split, tokens, tick, sums).to_dict()
+        results[split]["split_tokens"] = windows.split.tokens
         results[split]["unigram_loss"] = measure_unigram_loss(loop.trainer.corpus, split)
     return results
+
+
+def read_begun_evaluation(loop: Loop) -> dict[str, EvaluationSums]:
+    """How far a process before this one came with the final evaluation: split → its sums."""
+    path = loop.recorder.directory.path / EVALUATING
+    if loop.machine.world > 1 or not path.exists():
+        return {}
+    try:
+        begun = json.loads(path.read_bytes())
+        if begun["step"] == loop.state.step:
+            return {split: EvaluationSums(**sums) for split, sums in begun["splits"].items()}
+    except (ValueError, KeyError, TypeError):
+        loop.display.say(f"{path} is damaged; the final evaluation begins again.")
+    return {}
 
 
 def measure_unigram_loss(corpus: Corpus, split: str) -> float:

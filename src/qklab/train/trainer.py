@@ -15,7 +15,7 @@ from qklab.model.decoder import Decoder
 from qklab.model.initialise import seed_of
 from qklab.optim.optimiser import Optimiser
 from qklab.train.checkpoint import Checkpoint, Snapshot
-from qklab.train.evaluate import Evaluation, evaluate_windows
+from qklab.train.evaluate import Evaluation, EvaluationSums, evaluate_windows
 from qklab.train.machine import Machine
 from qklab.train.objective import Objective, named_weights
 from qklab.train.parallel import (
@@ -144,7 +144,13 @@ class Trainer:
             pair = pair / self.machine.world
         return pair
 
-    def evaluate(self, split: str, tokens: int | None, tick: Callable[[float], None] = lambda done: None) -> Evaluation:
+    def evaluate(
+        self,
+        split: str,
+        tokens: int | None,
+        tick: Callable[[float], None] = lambda done: None,
+        sums: EvaluationSums | None = None,
+    ) -> Evaluation:
         rows = self.execution.rows or max(1, min(self.spec.batch.sequences // self.machine.world, 64))
         result = evaluate_windows(
             self.objective,
@@ -155,6 +161,7 @@ class Trainer:
             rows=rows,
             bf16=self.bf16,
             tick=tick,
+            sums=sums,
         )
         release_gathered(self.objective)
         return result

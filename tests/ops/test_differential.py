@@ -46,6 +46,15 @@ def test_v1_is_its_definition(H: int, G: int, form: Form) -> None:
         close(mine, true)
 
 
+def test_members_have_weights_of_their_own() -> None:
+    q, k, v = (torch.cat([x, 2 * x]).detach().requires_grad_() for x in example(5, 4, 2))
+    weight = torch.tensor([0.3, -0.7], dtype=torch.float64, requires_grad=True)
+    alone = [differential(*(x[2 * i : 2 * i + 2] for x in (q, k, v)), weight[i], causal) for i in range(2)]
+    together = differential(q, k, v, weight, causal)
+    for mine, true in zip(*(with_gradients(o, [q, k, v, weight]) for o in (together, torch.cat(alone))), strict=True):
+        close(mine, true)
+
+
 @pytest.mark.parametrize(("H", "G"), [(1, 1), (4, 2), (3, 1)])
 def test_v2_is_its_definition(H: int, G: int) -> None:
     q, k, v = example(7, 2 * H, G)
@@ -79,6 +88,8 @@ def test_wrong_shapes_are_refused() -> None:
         differential(q, k[:, :, :1], v[:, :, :1], weight, causal)
     with pytest.raises(ValueError, match=r"values like keys"):
         differential(q, k, v[..., :3], weight, causal)
+    with pytest.raises(ValueError, match=r"^λ must be a number, or \[members\] dividing the 2 rows .* but \[3\] came"):
+        differential(q, k, v, torch.zeros(3), causal)
     with pytest.raises(ValueError, match=r"did you mean 'halves'"):
         differential(q, k, v, weight, causal, "half")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"a weight per token and head, .* weight \[\]"):

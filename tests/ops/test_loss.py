@@ -75,6 +75,28 @@ def test_loss_and_gradients_are_torchs(impl: Any, shape: tuple[int, int, int], z
     assert not losses[targets == IGNORED].any()
 
 
+@every_impl
+@pytest.mark.parametrize("S", [1, 3])
+def test_members_are_calls_of_their_own(impl: Any, S: int) -> None:
+    """Of the last member's targets none counts; every member's loss has another gradient."""
+    x, weight, targets = example(S * 15, 5, S * 33, impl=impl)
+    x, weight = (y.detach().unflatten(0, (S, -1)).requires_grad_() for y in (x, weight))
+    targets = targets.remainder(33).where(targets != IGNORED, IGNORED).unflatten(0, (S, -1))
+    targets[-1] = targets[-1].masked_fill(torch.tensor(S > 1), IGNORED)
+    share = torch.arange(1.0, S + 1, dtype=x.dtype, device=x.device)
+    loss, nll = linear_cross_entropy(x.view(S * 5, 3, -1), weight, targets.view(S * 5, 3), z_loss=0.1, impl=impl)
+    assert not nll.requires_grad
+    pairs = [linear_cross_entropy(*own, z_loss=0.1, impl=impl) for own in zip(x, weight, targets, strict=True)]
+    alone, nlls = map(torch.stack, zip(*pairs, strict=True))
+    for actual, expected in (
+        (loss, alone), (nll, nlls),
+        *zip(*(torch.autograd.grad(share @ y, (x, weight)) for y in (loss, alone)), strict=True),
+        (token_losses(x.flatten(0, 1), weight, targets.flatten(), impl),
+         torch.stack([token_losses(*own, impl) for own in zip(x, weight, targets, strict=True)])),
+    ):  # fmt: skip
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-13)
+
+
 def test_gradcheck() -> None:
     x, weight, targets = example(9, 3, 5)
     assert torch.autograd.gradcheck(lambda x, weight: 3 * ours(x, weight, targets, 0.2), (x, weight))
@@ -167,9 +189,17 @@ def test_any_strides_are_welcome(impl: Any) -> None:
 
 
 @every_impl
-def test_every_output_is_written_and_repeats_are_bit_equal(impl: Any) -> None:
-    x, weight, targets = example(33, 16, 257, torch.float32, impl)
-    check_all_is_written(lambda: with_gradients(ours, x, weight, targets, impl=impl))
+@pytest.mark.parametrize("members", [(), (3,)])
+def test_every_output_is_written_and_repeats_are_bit_equal(impl: Any, members: tuple[int, ...]) -> None:
+    x, weight, targets = example(33, 16, 258, torch.float32, impl)
+    weight = weight.detach().view(*members, -1, 16).requires_grad_()
+    targets = targets.where(targets < 86, 0)
+
+    def call() -> list[Tensor]:
+        loss = ours(x, weight, targets, impl=impl)
+        return [loss.detach(), *torch.autograd.grad(loss.sum(), (x, weight))]
+
+    check_all_is_written(call)
 
 
 @on_kernel
@@ -231,6 +261,10 @@ def test_the_logits_of_all_tokens_never_exist() -> None:
         reference.losses_and_gradients(x, weight, targets, IGNORED, 0.1, rows, True, True)
     assert largest.elements == max(rows * 500, weight.numel())
     assert largest.elements < 400 * 500 / 50
+    with torch.no_grad(), Largest() as largest:
+        members = x.view(2, 200, 4), weight.view(2, 250, 4), targets.clamp(max=249).view(2, 200)
+        api.compute_losses(*members, 0.1, True, True, "reference")
+    assert largest.elements == max(2 * rows * 250, weight.numel())
 
 
 @pytest.mark.parametrize(
@@ -247,6 +281,8 @@ def test_the_operators_keep_torchs_rules(needs: tuple[bool, bool]) -> None:
     x.requires_grad_(needs[0])
     weight.requires_grad_(needs[1])
     torch.library.opcheck(api._linear_cross_entropy, (x, weight, targets, 0.1, *needs, "reference"))
+    stacked = [x.detach()[None].requires_grad_(needs[0]), weight.detach()[None].requires_grad_(needs[1])]
+    torch.library.opcheck(api._linear_cross_entropy, (*stacked, targets[None], 0.1, *needs, "reference"))
     torch.library.opcheck(api._token_losses, (x.detach(), weight.detach(), targets, "reference"))
 
 
@@ -290,7 +326,8 @@ def test_triton_compiles_as_one_graph() -> None:
 
 
 REFUSED = {
-    "x must have shape [..., d] and weight [vocabulary, d], but x [6, 4] and weight [9, 3] came": {"weight": (9, 3)},
+    "[members, vocabulary, d], but x [6, 4] and weight [9, 3] came": {"weight": (9, 3)},
+    "the 4 members of weight must divide the rows of x, but [6, 4] came": {"weight": (4, 9, 4)},
     "targets must be int64 of shape [6], one per token of x, but torch.int64 [5] came": {"targets": (5,)},
     "targets must be int64 of shape [6], one per token of x, but torch.int32 [6] came": {"targets": torch.int32},
     "must be floating-point tensors, of one dtype outside autocast, but torch.float32 and": {"x": torch.float32},

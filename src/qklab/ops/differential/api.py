@@ -19,6 +19,7 @@ def differential(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, attend: Attend
     Key/value heads 2g and 2g+1 form a pair; so do the r-th query heads of their two groups. `attend` is plain
     attention, called once per map: keys and values are views of what came, never copies. "wide" hands it values of
     width 2D; "halves" calls it once for each half of the values, for kernels that want keys and values of one width.
+    λ may be [S], one for each of the S members that own the B rows one after the other.
     """
     if form not in FORMS:
         raise ValueError(f"form must be one of 'wide', 'halves'{suggest_name(form, FORMS)}, but {form!r} came.")
@@ -36,7 +37,18 @@ def differential(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, attend: Attend
         [attend(query.flatten(2, 3), key, part) for part in parts] for query, key in zip(queries, keys, strict=True)
     ]
     first, second = (output[0] if len(output) == 1 else torch.cat(output, -1) for output in outputs)
-    return first - (weight * second).to(first.dtype)
+    return first - (spread_members(weight, len(q)) * second).to(first.dtype)
+
+
+def spread_members(weight: Tensor, rows: int) -> Tensor:
+    """λ as it is, or members' [S] as [rows, 1, 1, 1]."""
+    if weight.dim() == 0:
+        return weight
+    if weight.dim() != 1 or rows % max(1, len(weight)):
+        raise ValueError(
+            f"λ must be a number, or [members] dividing the {rows} rows of q, but {list(weight.shape)} came."
+        )
+    return weight.repeat_interleave(rows // len(weight)).view(-1, 1, 1, 1)
 
 
 def differential_v2(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, attend: Attend) -> Tensor:

@@ -1,5 +1,6 @@
 """The vocabulary loss as one operation that never forms the logits of all tokens (README.md beside this derives it)."""
 
+import math
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ def linear_cross_entropy(
     loss = mean(lse_i − z_i[y_i] + z_loss·lse_i²), nll = mean(lse_i − z_i[y_i]), which carries no gradient.
     Both are float32 (float64 for float64 inputs), and 0 where no token counts.
 
+    Or of S members, each with a matrix [S, V, d] and tokens of its own: x [S·B, ..., d], of whose rows member s owns B
+    from s·B on, and both results are [S]. A sum over members gives each of them its own gradient.
+
     Under autocast the products are taken in autocast's dtype, as F.linear would. Gradients are found in the forward and
     kept instead of logits; dW is summed in float32. A target outside the vocabulary raises on the CPU and gives NaN on
     a GPU, which is not asked for its answer.
@@ -34,19 +38,23 @@ def linear_cross_entropy(
 
 @torch.no_grad()
 def token_losses(x: Tensor, weight: Tensor, targets: Tensor, impl: Impl = "auto") -> Tensor:
-    """lse_i − z_i[y_i] of every token [N], 0 where the target is −100; without gradient, for evaluation."""
+    """lse_i − z_i[y_i] of every token [N], or [S, N] of members; 0 where the target is −100, without gradient."""
     x, targets = flatten_tokens(x, weight, targets, impl)
     return _token_losses(x, weight, targets, impl)
 
 
 def flatten_tokens(x: Tensor, weight: Tensor, targets: Tensor, impl: str) -> tuple[Tensor, Tensor]:
-    """x [N, d] in the dtype of the products, and targets [N]; raises where they do not fit together."""
+    """x [N, d] in the dtype of the products, and targets [N], or [S, N, d] and [S, N]; raises where they do not fit
+    together."""
     check_impl(impl)
-    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
+    if weight.dim() not in (2, 3) or x.dim() < weight.dim() - 1 or x.shape[-1] != weight.shape[-1]:
         raise ValueError(
-            "x must have shape [..., d] and weight [vocabulary, d], "
+            "x must have shape [..., d] and weight [vocabulary, d], or [members, vocabulary, d], "
             f"but x {list(x.shape)} and weight {list(weight.shape)} came."
         )
+    lead = weight.shape[:-2]
+    if lead and (lead[0] == 0 or len(x) % lead[0]):
+        raise ValueError(f"the {lead[0]} members of weight must divide the rows of x, but {list(x.shape)} came.")
     if targets.shape != x.shape[:-1] or targets.dtype != torch.int64:
         raise ValueError(
             f"targets must be int64 of shape {list(x.shape[:-1])}, one per token of x, "
@@ -65,11 +73,15 @@ def flatten_tokens(x: Tensor, weight: Tensor, targets: Tensor, impl: str) -> tup
             f"but {x.dtype} and {weight.dtype} came; convert one of them."
         )
     x = x.to(torch.get_autocast_dtype(kind)) if cast else x
-    return x.flatten(0, -2) if x.dim() > 1 else x[None], targets.flatten()
+    tokens = targets.numel() // math.prod(lead)
+    return x.reshape(*lead, tokens, x.shape[-1]), targets.reshape(*lead, tokens)
 
 
 def chunk_rows(tokens: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Tokens whose logits exist at a time: as few equal chunks as keep to `CHUNK_BYTES`, in whole tiles."""
+    """Tokens whose logits exist at a time: as few equal chunks as keep to `CHUNK_BYTES`, in whole tiles.
+
+    Members go through their tokens side by side, so `vocabulary` counts the words of all.
+    """
     limit = CHUNK_BYTES.get(device.type, CHUNK_BYTES["cuda"])
     chunks = max(1, -(-tokens * vocabulary * dtype.itemsize // limit))
     rows = -(-tokens // chunks)
@@ -79,10 +91,10 @@ def chunk_rows(tokens: int, vocabulary: int, dtype: torch.dtype, device: torch.d
 def compute_losses(
     x: Tensor, weight: Tensor, targets: Tensor, z_loss: float, need_x: bool, need_weight: bool, impl: str
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """nll [N], lse [N] and the unscaled gradients, from the implementation that `impl` means here."""
+    """nll and lse, [N] or [S, N], and the unscaled gradients, from the implementation that `impl` means here."""
     if x.device.type == "cpu":
-        check_targets(targets, len(weight))
-    rows = chunk_rows(len(x), len(weight), x.dtype, x.device)
+        check_targets(targets, weight.shape[-2])
+    rows = chunk_rows(x.shape[-2], weight.shape[:-1].numel(), x.dtype, x.device)
     kind = choose_impl("linear_cross_entropy", impl, x.device)
     if kind == "triton":
         from qklab.ops.loss.triton import losses_and_gradients
@@ -107,9 +119,9 @@ def _linear_cross_entropy(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """loss, nll, tokens counted (at least 1), and the gradients of the sum; empty where not needed."""
     nll, lse, dx, dweight = compute_losses(x, weight, targets, z_loss, need_x, need_weight, impl)
-    counted = (targets != IGNORED).sum().clamp(min=1).to(nll.dtype)
-    mean = nll.sum() / counted
-    loss = mean + z_loss * (lse.square().sum() / counted)
+    counted = (targets != IGNORED).sum(-1).clamp(min=1).to(nll.dtype)
+    mean = nll.sum(-1) / counted
+    loss = mean + z_loss * (lse.square().sum(-1) / counted)
     dx = x.new_empty(0) if dx is None else dx
     dweight = nll.new_empty(0) if dweight is None else dweight
     return loss, mean, counted, dx, dweight
@@ -120,7 +132,7 @@ def _(
     x: Tensor, weight: Tensor, targets: Tensor, z_loss: float, need_x: bool, need_weight: bool, impl: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     wide = torch.promote_types(x.dtype, torch.float32)
-    loss, nll, counted = (x.new_empty((), dtype=wide) for _ in range(3))
+    loss, nll, counted = (x.new_empty(x.shape[:-2], dtype=wide) for _ in range(3))
     dx = torch.empty_like(x) if need_x else x.new_empty(0)
     dweight = torch.empty_like(weight, dtype=wide) if need_weight else x.new_empty(0, dtype=wide)
     return loss, nll, counted, dx, dweight
@@ -136,9 +148,10 @@ def keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def scale_gradients(ctx: Any, upstream: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     counted, dx, dweight = ctx.saved_tensors
-    scale = upstream / counted  # stays on the device: nothing waits for its value
-    # as a matrix the scale widens dx; as a scalar it would itself be rounded to dx's dtype
-    given_x = (dx * scale[None, None]).to(dx.dtype) if ctx.need_x else None
+    # stays on the device: nothing waits for its value. As a matrix it widens dx; as a scalar it would be rounded to
+    # dx's dtype itself
+    scale = (upstream / counted)[..., None, None]
+    given_x = (dx * scale).to(dx.dtype) if ctx.need_x else None
     given_weight = (dweight * scale).to(ctx.weight_dtype) if ctx.need_weight else None
     return given_x, given_weight, None, None, None, None, None
 
@@ -154,4 +167,4 @@ def _token_losses(x: Tensor, weight: Tensor, targets: Tensor, impl: str) -> Tens
 
 @_token_losses.register_fake
 def _(x: Tensor, weight: Tensor, targets: Tensor, impl: str) -> Tensor:
-    return x.new_empty(len(x), dtype=torch.promote_types(x.dtype, torch.float32))
+    return x.new_empty(x.shape[:-1], dtype=torch.promote_types(x.dtype, torch.float32))

@@ -26,11 +26,13 @@ def take_in(b_z, b_top, b_total):
 
 @triton.jit
 def loss_kernel(
-    p_z,  # [n, V], row stride `stride`; overwritten by its own gradient if GRADIENT
-    p_targets,  # [n]
-    p_nll,  # [n]
-    p_lse,  # [n]
+    p_z,  # [rows, V], row stride `stride`; overwritten by its own gradient if GRADIENT
+    p_targets,  # [S, n] with row stride `tokens`, rows being S·n
+    p_nll,  # the same
+    p_lse,  # the same
+    rows,
     n,
+    tokens,
     stride,
     V,
     IGNORED: tl.constexpr,
@@ -45,12 +47,13 @@ def loss_kernel(
     o_v = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]  # [L, 8]
     whole = V // BLOCK * BLOCK  # blocks up to here need no mask
     m_rest = whole + o_v < V
-    for i_row in range(tl.program_id(0), n, tl.num_programs(0)):
+    for i_row in range(tl.program_id(0), rows, tl.num_programs(0)):
         p_row = p_z + i_row * long_stride
-        y = tl.load(p_targets + i_row)
+        o_token = i_row // n * tokens + i_row % n
+        y = tl.load(p_targets + o_token)
         if y == IGNORED:
-            tl.store(p_nll + i_row, 0.0)
-            tl.store(p_lse + i_row, 0.0)
+            tl.store(p_nll + o_token, 0.0)
+            tl.store(p_lse + o_token, 0.0)
             if GRADIENT:
                 b_zero = tl.zeros([BLOCK // VECTOR, VECTOR], narrow)
                 for i_v in range(0, whole, BLOCK):
@@ -72,8 +75,8 @@ def loss_kernel(
             top = tl.max(b_top, 0)
             total = tl.sum(b_total * tl.exp2((b_top - top) * LOG2_E), 0)
             lse = top + tl.log(total)
-            tl.store(p_nll + i_row, top - picked + tl.log(total))
-            tl.store(p_lse + i_row, lse)
+            tl.store(p_nll + o_token, top - picked + tl.log(total))
+            tl.store(p_lse + o_token, lse)
 
             if GRADIENT:
                 scale = 1 + 2 * Z_LOSS * lse
@@ -94,31 +97,36 @@ def loss_kernel(
 def losses_and_gradients(
     x: Tensor, weight: Tensor, targets: Tensor, ignored: int, z_loss: float, rows: int, need_x: bool, need_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """x [N, d], weight [V, d] of one dtype, targets [N] → nll [N], lse [N], dx [N, d], dW [V, d].
+    """x [N, d], weight [V, d] of one dtype, targets [N] → nll [N], lse [N], dx [N, d], dW [V, d]; with members, all of
+    them [S, …].
 
     nll_i = lse_i − z_i[y_i], both 0 where y_i is ignored. The gradients are those of Σ_i nll_i + z_loss·lse_i²; dx has
-    x's dtype, the rest is float32 (float64 for float64 inputs). One buffer holds the logits of `rows` tokens.
+    x's dtype, the rest is float32 (float64 for float64 inputs). One buffer holds the logits of `rows` tokens a member.
     """
-    tokens, vocabulary, targets = len(x), len(weight), targets.contiguous()
+    lead, (tokens, _), vocabulary, targets = x.shape[:-2], x.shape[-2:], weight.shape[-2], targets.contiguous()
     wide = torch.promote_types(x.dtype, torch.float32)
-    nll, lse = x.new_empty(tokens, dtype=wide), x.new_empty(tokens, dtype=wide)
+    nll, lse = x.new_empty(x.shape[:-1], dtype=wide), x.new_empty(x.shape[:-1], dtype=wide)
     dx = torch.empty_like(x) if need_x else None
     dweight = torch.zeros_like(weight, dtype=wide) if need_weight else None
+    multiply = torch.bmm if lead else torch.mm
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
     programs = processors * ROWS_PER_SM
     padded = -(-vocabulary // ALIGNMENT) * ALIGNMENT
-    buffer = x.new_empty(min(rows, tokens), padded)[:, :vocabulary]
+    buffer = x.new_empty(lead.numel() * min(rows, tokens), padded)
     for i in range(0, tokens, rows):
-        part = slice(i, min(i + rows, tokens))
-        z = buffer[: part.stop - i]
-        torch.mm(x[part], weight.mT, out=z)
-        loss_kernel[(min(len(z), programs),)](
+        n = min(rows, tokens - i)
+        part, count = slice(i, i + n), lead.numel() * n
+        z = buffer[:count].view(*lead, n, padded)[..., :vocabulary]
+        multiply(x[..., part, :], weight.mT, out=z)
+        loss_kernel[(min(count, programs),)](
             z,
-            targets[part],
-            nll[part],
-            lse[part],
-            len(z),
-            z.stride(0),
+            targets[..., part],
+            nll[..., part],
+            lse[..., part],
+            count,
+            n,
+            tokens,
+            padded,
             vocabulary,
             IGNORED=ignored,
             Z_LOSS=z_loss,
@@ -128,17 +136,16 @@ def losses_and_gradients(
             num_warps=WARPS,  # pyright: ignore[reportCallIssue]
         )
         if dx is not None:
-            torch.mm(z, weight, out=dx[part])
+            multiply(z, weight, out=dx[..., part, :])
         if dweight is not None:
-            accumulate(dweight, z.mT, x[part])
+            accumulate(dweight, z.mT, x[..., part, :])
     return nll, lse, dx, dweight
 
 
 def accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total ← total + a b, rounded to total's dtype only."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    elif a.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    add = torch.addmm if total.dim() == 2 else torch.baddbmm
+    if a.is_cuda and a.dtype != total.dtype:
+        add(total, a, b, out_dtype=total.dtype, out=total)
     else:  # torch's CPU products cannot widen
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+        add(total, a.to(total.dtype), b.to(total.dtype), out=total)

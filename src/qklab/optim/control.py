@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qklab.optim.norms import LayerGroup, RowValues, Table, group_layers
+from qklab.optim.norms import LayerGroup, RowValues, Table, group_layers, name_tables
 from qklab.optim.roles import LayerRoles, Roles, each_projection, read_roles, refuse_overlap
 from qklab.optim.rows import AllRows
 from qklab.schema import format_value
@@ -47,14 +47,7 @@ class Control(torch.optim.Optimizer):
             for at, group in enumerate(base.param_groups)
             for parameter in group["params"]
         }
-        wanted = []
-        for _, _, rows in each_projection(self.roles):
-            for tensor, axis in ((rows.weight, rows.axis), (rows.bias, 0)):
-                if tensor is not None:
-                    tensor = masters.get(id(tensor), tensor)
-                    gain = rows.gain if tensor.dim() == 2 else None
-                    gain = gain if gain is None else masters.get(id(gain), gain)
-                    wanted.append((tensor, axis, gain, labels.get(id(tensor))))
+        wanted = list_sources(self.roles, masters, labels)
         refuse_strangers(wanted)
         self.rows = AllRows(wanted)
         self.groups: list[LayerGroup] = group_layers(self.roles, self.rows, masters)
@@ -117,22 +110,11 @@ class Control(torch.optim.Optimizer):
     def factors(self) -> dict[str, Table]:
         """Layer → symbol → a number per head [heads]: what the last step's updates were multiplied with, τ aside; for
         QK-clip, what the weights were. On the device, so that asking does not wait for it."""
-        found: dict[str, Table] = {}
-        for group, table in zip(self.groups, self.latest, strict=True):
-            found |= group.by_layer({symbol: value.clone() for symbol, value in table.items()})
-        return {name: found[name] for name in self.roles}
+        return copy_by_layer(self.roles, self.groups, self.latest)
 
     def tensors(self) -> dict[str, Tensor]:
         """The own state by name, as [heads] each; the tensors themselves, so that loading into them restores it."""
-        return {f"factors.{name}": tensor for name, tensor in self.name_tables(self.latest).items()}
-
-    def name_tables(self, tables: Sequence[Table]) -> dict[str, Tensor]:
-        return {
-            f"{name}.{symbol}": values
-            for group, table in zip(self.groups, tables, strict=True)
-            for name, symbols in group.by_layer(table).items()
-            for symbol, values in symbols.items()
-        }
+        return {f"factors.{name}": tensor for name, tensor in name_tables(self.groups, self.latest).items()}
 
     def settings(self) -> dict[str, str]:
         """What must be the same where the state is loaded."""
@@ -190,10 +172,33 @@ class Control(torch.optim.Optimizer):
         for name, tensor in own.items():
             tensor.copy_(theirs[name])
 
-    def refuse_layers(self, reason: Callable[[LayerRoles], str | None]) -> None:
-        for name, layer in self.roles.items():
-            if (why := reason(layer)) is not None:
-                raise ValueError(f"{type(self).__name__} refuses layer {name}: {why}")
+
+def list_sources(
+    roles: Roles, masters: Mapping[int, Tensor], labels: Mapping[int, Any]
+) -> list[tuple[Tensor, int, Tensor | None, Any]]:
+    """What `AllRows` counts: every weight and bias of the roles, or its master, with its label."""
+    found = []
+    for _, _, rows in each_projection(roles):
+        for tensor, axis in ((rows.weight, rows.axis), (rows.bias, 0)):
+            if tensor is not None:
+                tensor = masters.get(id(tensor), tensor)
+                gain = rows.gain if tensor.dim() == 2 else None
+                gain = gain if gain is None else masters.get(id(gain), gain)
+                found.append((tensor, axis, gain, labels.get(id(tensor))))
+    return found
+
+
+def copy_by_layer(roles: Roles, groups: Sequence[LayerGroup], tables: Sequence[Table]) -> dict[str, Table]:
+    found: dict[str, Table] = {}
+    for group, table in zip(groups, tables, strict=True):
+        found |= group.by_layer({symbol: value.clone() for symbol, value in table.items()})
+    return {name: found[name] for name in roles}
+
+
+def refuse_layers(wrapper: type, roles: Roles, reason: Callable[[LayerRoles], str | None]) -> None:
+    for name, layer in roles.items():
+        if (why := reason(layer)) is not None:
+            raise ValueError(f"{wrapper.__name__} refuses layer {name}: {why}")
 
 
 def list_optimisers(wrapper: str, given: Optimisers) -> list[torch.optim.Optimizer]:

@@ -1,13 +1,14 @@
 """LogitControl: learning rates of queries and keys that bound how fast attention changes (QuacK, arXiv 2511.21377)."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from qklab.optim.control import Control, GivenRoles, Optimisers, check_positive, why_normalised
-from qklab.optim.norms import Table, group_queries, repeat_keys
+from qklab.optim.control import Control, GivenRoles, Optimisers, check_positive, refuse_layers, why_normalised
+from qklab.optim.norms import LayerGroup, Table, group_queries, name_tables, repeat_keys
 from qklab.optim.roles import MEANING, LayerRoles, check_choice
 
 NormKind = Literal["frobenius", "spectral"]
@@ -61,30 +62,19 @@ class LogitControl(Control):
         super().__init__(optimizer, roles, masters)
         self.decay_factors()  # refuses decay of an unknown kind now, not at the first step
         if self.method == "quack":
-            self.refuse_layers(why_normalised)
+            refuse_layers(LogitControl, self.roles, why_normalised)
         self.initial = self.measure(self.rows.read())
         if self.method == "quack":
-            self.refuse_zero()
+            refuse_zero(self.groups, self.initial)
         self.latest = [{s: torch.ones_like(n) for s, n in table.items()} for table in self.initial]
 
     @torch.no_grad()
     def measure(self, copies: Sequence[Tensor]) -> list[Table]:
         """The norms of all projections: for each group of layers, symbol → [layers, heads]."""
         if self.norm == "spectral":
-            return [group.spectral(self.rows, copies) for group in self.groups]
+            return [group.spectral(functools.partial(self.rows.matrix, copies=copies)) for group in self.groups]
         squares = self.rows.squares(copies)
         return [group.frobenius(squares) for group in self.groups]
-
-    def refuse_zero(self) -> None:
-        for group, table in zip(self.groups, self.initial, strict=True):
-            for symbol, norms in table.items():
-                bad = (~(norms.isfinite() & (norms > 0))).nonzero().tolist()
-                if bad:
-                    layer, head = bad[0]
-                    raise ValueError(
-                        f"{MEANING[symbol]} of {group.names[layer]}, head {head}, is zero or not finite, so its norm "
-                        "cannot be what later ones are compared with; initialise it first, or use method='fixed'."
-                    )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -129,11 +119,23 @@ class LogitControl(Control):
         return decay if decoupled else 0.0
 
     def tensors(self) -> dict[str, Tensor]:
-        initial = {f"initial.{name}": tensor for name, tensor in self.name_tables(self.initial).items()}
+        initial = {f"initial.{name}": tensor for name, tensor in name_tables(self.groups, self.initial).items()}
         return initial | super().tensors()
 
     def settings(self) -> dict[str, str]:
         return {"method": self.method, "norm": self.norm}
+
+
+def refuse_zero(groups: Sequence[LayerGroup], initial: Sequence[Table]) -> None:
+    for group, table in zip(groups, initial, strict=True):
+        for symbol, norms in table.items():
+            bad = (~(norms.isfinite() & (norms > 0))).nonzero().tolist()
+            if bad:
+                *_, layer, head = bad[0]
+                raise ValueError(
+                    f"{MEANING[symbol]} of {group.names[layer]}, head {head}, is zero or not finite, so its norm "
+                    "cannot be what later ones are compared with; initialise it first, or use method='fixed'."
+                )
 
 
 def allowance(layer: LayerRoles, n: Mapping[str, Tensor]) -> Table:

@@ -1,6 +1,6 @@
 """Norms of the projections of attention layers, and numbers per head handed back to their rows."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from qklab.optim.roles import LayerRoles, Roles
 from qklab.optim.rows import AllRows
 
-Table = dict[str, Tensor]  # symbol → a number per layer and head, [layers, heads]
+Table = dict[str, Tensor]  # symbol → a number per layer and head, [layers, heads]; of a population [S, layers, heads]
 
 
 def repeat_keys(key: Tensor, query: Tensor) -> Tensor:
@@ -41,23 +41,23 @@ class LayerGroup:
         return torch.cat([part.rows + first for first in firsts], 1).to(rows.device)
 
     def frobenius(self, squares: Tensor) -> Table:
-        """Squared norms of all rows → symbol → [layers, heads]."""
-        return {symbol: squares[index].sum(-1).sqrt() for symbol, index in self.index.items()}
+        """Squared norms of all rows [..., rows] → symbol → [..., layers, heads]."""
+        return {symbol: squares[..., index].sum(-1).sqrt() for symbol, index in self.index.items()}
 
-    def spectral(self, rows: AllRows, copies: Sequence[Tensor]) -> Table:
-        """Largest singular values: symbol → [layers, heads]."""
+    def spectral(self, read: Callable[[Tensor], Tensor]) -> Table:
+        """Largest singular values: symbol → [..., layers, heads]; `read` gives a tensor as [..., outputs, inputs]."""
         return {
             symbol: largest_singular_value(
-                torch.stack([self.matrix(number, symbol, rows, copies) for number in range(len(self.layers))])
+                torch.stack([self.matrix(number, symbol, read) for number in range(len(self.layers))], -4)
             )
             for symbol in self.index
         }
 
-    def matrix(self, number: int, symbol: str, rows: AllRows, copies: Sequence[Tensor]) -> Tensor:
-        """[heads, D, inputs (+1)] of one layer."""
+    def matrix(self, number: int, symbol: str, read: Callable[[Tensor], Tensor]) -> Tensor:
+        """[..., heads, D, inputs (+1)] of one layer."""
         part = self.layers[number].projections[symbol]
-        columns = [rows.matrix(self.masters.get(id(tensor), tensor), copies) for tensor in part.tensors]
-        return torch.cat(columns, 1)[self.own[symbol][number]]
+        columns = [read(self.masters.get(id(tensor), tensor)) for tensor in part.tensors]
+        return torch.cat(columns, -1)[..., self.own[symbol][number], :]
 
     def by_layer(self, table: Mapping[str, Tensor]) -> dict[str, Table]:
         """Symbol → [layers, heads], as layer name → symbol → [heads]."""
@@ -72,6 +72,16 @@ def group_layers(roles: Roles, rows: AllRows, masters: Mapping[int, Tensor]) -> 
         kind = (shapes, layer.coupling, layer.qk_norm, layer.key_is_value)
         alike.setdefault(kind, {})[name] = layer
     return [LayerGroup(layers, rows, masters) for layers in alike.values()]
+
+
+def name_tables(groups: Sequence[LayerGroup], tables: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The numbers of each group [layers, heads] as layer.symbol → [heads]: views."""
+    return {
+        f"{name}.{symbol}": values
+        for group, table in zip(groups, tables, strict=True)
+        for name, symbols in group.by_layer(table).items()
+        for symbol, values in symbols.items()
+    }
 
 
 class RowValues:
@@ -92,13 +102,13 @@ class RowValues:
         self.owner[self.owner < 0] = first
 
     def spread(self, tables: Sequence[Mapping[str, Tensor]]) -> Tensor:
-        """[rows]; a symbol that is missing from a table counts as 1."""
-        flat = []
+        """[..., rows]; a symbol that is missing from a table counts as 1."""
+        flat, like = [], next(iter(tables[0].values()))
         for number, symbol in self.order:
-            value, index = tables[number].get(symbol), self.groups[number].index[symbol]
-            flat.append((index.new_ones(index.shape[:2], dtype=torch.float32) if value is None else value).flatten())
-        flat.append(torch.ones_like(flat[0][:1]))
-        return torch.cat(flat)[self.owner]
+            value, heads = tables[number].get(symbol), self.groups[number].index[symbol].shape[:2]
+            flat.append((like.new_ones(*like.shape[:-2], *heads) if value is None else value).flatten(-2))
+        flat.append(torch.ones_like(flat[0][..., :1]))
+        return torch.cat(flat, -1)[..., self.owner]
 
 
 def largest_singular_value(matrix: Tensor, squarings: int = 9) -> Tensor:

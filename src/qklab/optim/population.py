@@ -5,16 +5,17 @@ is a vector [S] on the device, so an update is a few fused kernels whatever S is
 graph can hold it.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from qklab.optim.norms import Table
 from qklab.optim.optimiser import DECAYED, find_parameter_role
+from qklab.optim.population_control import PopulationControl
 from qklab.optim.spec import LogitControlSpec, OptimiserSpec
-from qklab.schema import format_value
+from qklab.optim.update import fuse, norm_members, update_adamw, update_muon
 
 NUMBERS = ("beta1", "beta2", "eps", "weight_decay", "momentum", "clip")
 
@@ -25,74 +26,82 @@ class PopulationOptimiser:
     Args:
         specs: One per member, all of one kind.
         stacked: The model; every parameter is [S, …].
-        controls: Logit control, one per member, all of one method.
+        controls: Logit control, one per member, all of one method and norm.
     """
 
     def __init__(
         self, specs: Sequence[OptimiserSpec], stacked: nn.Module, controls: Sequence[LogitControlSpec] | None = None
     ):
         self.parameters = dict(stacked.named_parameters())
-        refuse_mixture(specs, self.parameters, controls)
-        self.device = next(iter(self.parameters.values())).device
+        refuse_mixture(specs, self.parameters)
+        first = next(iter(self.parameters.values()))
+        self.device, self.dtype = first.device, first.dtype
         self.clips = any(spec.clip for spec in specs)
         self.numbers = {
             name: torch.tensor([getattr(spec, name) for spec in specs], dtype=torch.float64, device=self.device)
             for name in NUMBERS
         }
         roles = {name: find_parameter_role(name, parameter[0]) for name, parameter in self.parameters.items()}
+        self.orthogonal = [name for name, role in roles.items() if role == "matrix" and specs[0].kind == "muon"]
+        self.rest = [name for name in roles if name not in set(self.orthogonal)]
         self.decays = {name: role in DECAYED for name, role in roles.items()}
+        self.alike = list_alike([self.parameters[name] for name in self.orthogonal])
         self.steps = torch.zeros(len(specs), device=self.device)  # updates so far, in the dtype torch counts them in
+        keys = {"exp_avg": self.rest, "exp_avg_sq": self.rest, "momentum_buffer": self.orthogonal}
         self.state = {
-            name: {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-            for name, p in self.parameters.items()
+            key: {name: torch.zeros_like(self.parameters[name].detach()) for name in names}
+            for key, names in keys.items()
         }
+        self.control = None if controls is None else PopulationControl.of(controls, stacked)
 
     @torch.no_grad()
     def step(self, lrs: Tensor, skip: Tensor, norms: Tensor | None = None) -> None:
         """One update of every member at its learning rate `lrs` [S], its gradient clipped by its norm in `norms` [S],
         measured here where it is not given. Members whose `skip` [S] is true keep every bit of weights and state."""
+        gradients = read_gradients(self.parameters)
         if norms is None and self.clips:
-            norms = measure_gradients(self.read_gradients())
+            norms = fuse(norm_members, self.device)(list(gradients.values()))
+        clips, lrs = self.find_clips(norms), lrs.double()
+        speeds, shrinks = ({}, {}) if self.control is None else self.control.find_factors(skip)
+        weights = {name: parameter.detach() for name, parameter in self.parameters.items()}
         self.steps += ~skip
-        names = list(self.parameters)
         fuse(update_adamw, self.device)(
-            [self.parameters[name].detach() for name in names],
-            self.read_gradients(),
-            [self.state[name]["exp_avg"] for name in names],
-            [self.state[name]["exp_avg_sq"] for name in names],
-            [self.decays[name] for name in names],
-            self.adamw_numbers(lrs, norms),
+            *pick(self.rest, weights, gradients, self.state["exp_avg"], self.state["exp_avg_sq"], self.decays),
+            *pick(self.rest, speeds, shrinks),
+            self.adamw_numbers(clips, lrs),
             skip,
         )
+        if self.orthogonal:
+            fuse(update_muon, self.device)(
+                *pick(self.orthogonal, weights, gradients, self.state["momentum_buffer"], speeds, shrinks),
+                self.alike,
+                self.muon_numbers(clips, lrs),
+                skip,
+            )
 
-    def read_gradients(self) -> list[Tensor]:
-        return list_gradients(self.parameters)
-
-    def clip_factors_of(self, norms: Tensor | None) -> Tensor:
+    def find_clips(self, norms: Tensor | None) -> Tensor:
         """What each member's gradient is multiplied with, as torch's `clip_grads_with_norm_` does: [S]."""
         clip = self.numbers["clip"]
         if norms is None:
             return torch.ones_like(clip)
         return torch.where(clip > 0, (clip / (norms.double() + 1e-6)).clamp(max=1.0), 1.0)
 
-    def adamw_numbers(self, lrs: Tensor, norms: Tensor | None) -> Tensor:
+    def adamw_numbers(self, clips: Tensor, lrs: Tensor) -> Tensor:
         """What `update_adamw` needs of every member: [8, S].
 
         In float64, since 1 − βᵗ would lose digits; and stacked, so that no compiler computes powers anew for every
         weight.
         """
-        n, lrs, steps = self.numbers, lrs.double(), self.steps.double()
-        numbers = [
-            self.clip_factors_of(norms),
-            1 - n["beta1"],
-            n["beta2"],
-            1 - n["beta2"],
-            (1 - n["beta2"] ** steps).rsqrt(),
-            n["eps"],
-            lrs / (1 - n["beta1"] ** steps),
-            1 - lrs * n["weight_decay"],
-        ]
-        return torch.stack(numbers).to(next(iter(self.parameters.values())).dtype)
+        n, steps = self.numbers, self.steps.double()
+        correction, kept = (1 - n["beta2"] ** steps).rsqrt(), 1 - lrs * n["weight_decay"]
+        step_size = lrs / (1 - n["beta1"] ** steps)
+        numbers = [clips, 1 - n["beta1"], n["beta2"], 1 - n["beta2"], correction, n["eps"], step_size, kept]
+        return torch.stack(numbers).to(self.dtype)
+
+    def muon_numbers(self, clips: Tensor, lrs: Tensor) -> Tensor:
+        """What `update_muon` needs of every member: [5, S]."""
+        momentum, kept = self.numbers["momentum"], 1 - lrs * self.numbers["weight_decay"]
+        return torch.stack([clips, momentum, 1 - momentum, lrs, kept]).to(self.dtype)
 
     def zero_grad(self) -> None:
         for parameter in self.parameters.values():
@@ -100,12 +109,16 @@ class PopulationOptimiser:
 
     def tensors(self, member: int) -> dict[str, Tensor]:
         """A member's state under the names that `Optimiser.tensors` gives it; the tensors themselves, not copies."""
-        found: dict[str, Tensor] = {}
-        for name, state in self.state.items():
-            if "exp_avg" in state:
-                found[f"step.{name}"] = self.steps[member]
-            found |= {f"{key}.{name}": value[member] for key, value in state.items()}
-        return found
+        control = {} if self.control is None else self.control.tensors(member)
+        found = {f"logit_control.{name}": tensor for name, tensor in control.items()}
+        found |= {f"step.{name}": self.steps[member] for name in self.rest}
+        return found | {
+            f"{key}.{name}": tensor[member] for key, named in self.state.items() for name, tensor in named.items()
+        }
+
+    def factors(self, member: int) -> dict[str, Table]:
+        """What logit control did to a member at its last step, as `Control.factors` says it; nothing without it."""
+        return {} if self.control is None else self.control.factors(member)
 
     def materialise(self) -> None:
         """Nothing: unlike `Optimiser`'s, the state is there from the start, where CUDA graphs expect it."""
@@ -113,65 +126,32 @@ class PopulationOptimiser:
 
 def measure_gradient_norms(stacked: nn.Module) -> Tensor:
     """√Σ‖g‖² over all parameters, of each member: [S] on the device."""
-    return measure_gradients(list_gradients(dict(stacked.named_parameters())))
-
-
-def measure_gradients(gradients: Sequence[Tensor]) -> Tensor:
+    gradients = list(read_gradients(dict(stacked.named_parameters())).values())
     return fuse(norm_members, gradients[0].device)(gradients)
 
 
-@torch.no_grad()
-def norm_members(gradients: Sequence[Tensor]) -> Tensor:
-    norms = torch.stack([torch.linalg.vector_norm(gradient.flatten(1), dim=1) for gradient in gradients])
-    return torch.linalg.vector_norm(norms, dim=0)
-
-
-def update_adamw(
-    parameters: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    averages: Sequence[Tensor],
-    squares: Sequence[Tensor],
-    decays: Sequence[bool],
-    numbers: Tensor,
-    skip: Tensor,
-) -> None:
-    """torch's AdamW on every [S, …] at once; `numbers` [8, S] as `adamw_numbers` gives them, `skip` [S]."""
-    for p, g, m, v, decay in zip(parameters, gradients, averages, squares, decays, strict=True):
-        broadcast = [-1] + [1] * (p.dim() - 1)
-        clip, new, beta2, new_square, correction, eps, lr, kept = (number.view(broadcast) for number in numbers)
-        keep = skip.view(broadcast)
-        g = g * clip
-        average = m + (g - m) * new
-        square = v * beta2 + g * g * new_square
-        moved = (p * kept if decay else p) - lr * average / (square.sqrt() * correction + eps)
-        # chosen, not multiplied: 0 · NaN is NaN
-        p.copy_(torch.where(keep, p, moved))
-        m.copy_(torch.where(keep, m, average))
-        v.copy_(torch.where(keep, v, square))
-
-
-def list_gradients(parameters: dict[str, nn.Parameter]) -> list[Tensor]:
-    missing = [name for name, parameter in parameters.items() if parameter.grad is None]
+def read_gradients(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    found = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+    missing = [name for name in parameters if name not in found]
     if missing:
         raise ValueError(f"every parameter of a population needs a gradient, but {missing[0]} has none.")
-    return [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
+    return found
 
 
-def fuse(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """The function itself; on a GPU as few kernels, each tensor read and written once."""
-    return compile_once(function) if device.type == "cuda" and not torch.compiler.is_compiling() else function
+def pick(names: Sequence[str], *tables: Mapping[str, Any]) -> list[list[Any]]:
+    """Of every table a list in the order of the names; None for a name it lacks."""
+    return [[table.get(name) for name in names] for table in tables]
 
 
-@functools.cache
-def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, fullgraph=True, dynamic=False)
+def list_alike(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """The places of tensors of one shape, for every shape."""
+    places: dict[torch.Size, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        places.setdefault(tensor.shape, []).append(place)
+    return list(places.values())
 
 
-def refuse_mixture(
-    specs: Sequence[OptimiserSpec],
-    parameters: dict[str, nn.Parameter],
-    controls: Sequence[LogitControlSpec] | None,
-) -> None:
+def refuse_mixture(specs: Sequence[OptimiserSpec], parameters: dict[str, nn.Parameter]) -> None:
     """Raise where the members cannot be updated together."""
     if not specs:
         raise ValueError("a population needs at least one member, but no optimiser's settings came.")
@@ -182,9 +162,5 @@ def refuse_mixture(
         if not parameter.dim() or len(parameter) != len(specs):
             raise ValueError(
                 f"every parameter of a population of {len(specs)} is [{len(specs)}, …], but {name} is "
-                f"{format_value(list(parameter.shape))}; stack as many models as there are members."
+                f"{list(parameter.shape)}; stack as many models as there are members."
             )
-    if controls is not None and len(controls) != len(specs):
-        raise ValueError(f"logit control is one per member, {len(specs)}, but {len(controls)} came.")
-    if kinds == ["muon"] or any(control.method != "none" for control in controls or ()):
-        raise ValueError("a population has no Muon and no logit control yet; train these runs one by one.")

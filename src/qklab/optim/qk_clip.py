@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qklab.optim.control import Control, GivenRoles, Optimisers, check_positive, why_normalised
+from qklab.optim.control import Control, GivenRoles, Optimisers, check_positive, refuse_layers, why_normalised
 from qklab.optim.norms import LayerGroup, Table, repeat_keys
 from qklab.optim.roles import LayerRoles, Roles
 
@@ -39,8 +39,8 @@ class QKClip(Control):
     ):
         self.threshold = check_positive("threshold", threshold)
         super().__init__(optimizer, roles, masters)
-        self.refuse_layers(why_normalised)
-        self.refuse_layers(why_not_clippable)
+        refuse_layers(QKClip, self.roles, why_normalised)
+        refuse_layers(QKClip, self.roles, why_not_clippable)
         self.watch = LogitWatch(self.roles, self.rows.device)
         self.latest = [
             {symbol: torch.ones_like(value) for symbol, value in self.clips(group).items()} for group in self.groups
@@ -54,8 +54,7 @@ class QKClip(Control):
         self.watch.observe(layer, largest)
 
     def clips(self, group: LayerGroup) -> Table:
-        largest = torch.stack([self.watch.largest[name] for name in group.names])
-        return clip_factors(group.layer, largest, self.threshold)
+        return clip_factors(group.layer, self.watch.of_group(group), self.threshold)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -74,15 +73,20 @@ class QKClip(Control):
 
 
 class LogitWatch:
-    """Layer name → the largest scaled logit [heads] that a query in training had with a key it may see."""
+    """Layer name → the largest scaled logit [heads] that a query in training had with a key it may see; of a population
+    [members, heads]."""
 
-    def __init__(self, roles: Roles, device: torch.device):
+    def __init__(self, roles: Roles, device: torch.device, *members: int):
         self.largest = {
-            name: torch.full((layer.query.heads,), -torch.inf, device=device) for name, layer in roles.items()
+            name: torch.full((*members, layer.query.heads), -torch.inf, device=device) for name, layer in roles.items()
         }
         for name, layer in roles.items():
             if layer.watch is not None:
                 layer.watch(self.largest[name])
+
+    def of_group(self, group: LayerGroup) -> Tensor:
+        """[..., layers, heads]."""
+        return torch.stack([self.largest[name] for name in group.names], -2)
 
     def observe(self, layer: str, largest: Tensor) -> None:
         if layer not in self.largest or largest.shape != self.largest[layer].shape:
@@ -106,7 +110,7 @@ class LogitWatch:
             own.fill_(-torch.inf)
 
 
-def clip_factors(layer: LayerRoles, largest: Tensor, threshold: float) -> Table:
+def clip_factors(layer: LayerRoles, largest: Tensor, threshold: float | Tensor) -> Table:
     """What QK-clip multiplies every projection with, so that a head's largest logit S [..., H] comes down to the
     threshold t: γ = t/S where S > t, else 1.
 

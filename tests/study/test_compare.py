@@ -8,85 +8,115 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from small_study import InProcess
+from small_study import InProcess, fabricate
 
 from qklab.cli import main
 from qklab.cli.study import StudyCommand
 from qklab.data.spec import DataError
-from qklab.study import compare
+from qklab.study import compare, sizes
+from qklab.study.compare import ComparisonPlan, ComparisonRequest
 from qklab.study.executors import WorkerSlots
+from qklab.study.plan import plan_tuning_runs
+from qklab.study.records import Analyses, StudyRecord
 from qklab.study.spec import StudyError, StudySpec
 
 TWO = WorkerSlots(2, 1)
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """A machine on which steps take as long as the test says, by the width of the model."""
-    seconds = {64: 0.01, 128: 0.1, 512: 1.0, 768: 3.0}
-    monkeypatch.setattr(compare, "measure_step", lambda spec, device, threads: seconds[spec.model.width])
-    return seconds  # pyright: ignore[reportReturnType]
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose speed is the test's to say, by the width of the model, and text that needs no reading."""
+    seconds = {64: 0.01, 128: 0.1, 256: 0.4, 384: 0.8, 512: 2.0, 768: 6.0}
+    monkeypatch.setattr(sizes, "measure_step", lambda run, device, threads: seconds[run.model.width])
+    monkeypatch.setattr(compare, "refuse_unusable", lambda spec, data: None)
 
 
-def test_the_time_decides_size_and_tokens(quick: dict[str, float]) -> None:
+def plan(slots: WorkerSlots = TWO, say: Callable[[str], None] = lambda _: None, **asked: Any) -> ComparisonPlan:
+    return compare.plan_comparison(ComparisonRequest(**asked), slots=slots, say=say)
+
+
+def test_the_time_decides_size_and_tokens(quick: None) -> None:
     said: list[str] = []
-    small = compare.plan_comparison([], minutes=5, slots=TWO, say=said.append)
-    assert list(small.arms) == ["standard", "leapfrog", "affine", "k=v", "qk-norm"]
-    assert (small.corpora, small.seeds, small.analyses, small.match) == (["stdlib"], 5, 2, "tokens")
-    assert small.base["model"]["width"] == 64
-    steps = small.base["budget"]["tokens"] // (4 * 128)
-    assert 0.6 * 300 * 2 / 35 < steps * 0.01 < 300 * 2 / 35  # most of the time that each of 35 runs has is training
-    twice = compare.plan_comparison([], minutes=10, slots=TWO)
-    assert twice.base["budget"]["tokens"] > 2 * small.base["budget"]["tokens"]
-    large = compare.plan_comparison([], minutes=120, slots=TWO)
-    assert compare.find_size(large) == "nano"
-    assert "35 runs of pico" in said[-1]
+    small = plan(minutes=5, say=said.append)
+    assert list(small.study.arms) == ["standard", "leapfrog", "affine", "k=v", "qk-norm"]
+    assert (small.study.corpora, small.study.seeds, small.study.analyses) == (["stdlib"], 5, 2)
+    assert (small.size, small.study.base["budget"]["tokens"]) == ("pico", small.tokens)
+    assert 0.6 * 300 * 2 / 35 < small.tokens / 512 * 0.01 < 300 * 2 / 35  # most of a run's time is training
+    assert 0.97 * 300 * 2 / 35 < small.run_seconds <= 300 * 2 / 35
+    evaluation = small.study.base["evaluation"]
+    whole = 0.05 * small.study.base["corpus"]["limit_bytes"] / 3  # which is all there is to be read
+    read = 8 * evaluation["tokens"] + min(whole, 2 * evaluation["final_tokens"])
+    assert small.run_seconds == pytest.approx(2 + (small.tokens + read / 3) / 512 * 0.01)  # all of it is planned
+    assert "35 runs of pico (0.394 M parameters)" in said[1]
+    assert f"{small.tokens_per_parameter:.2g} a parameter" in said[1]
+    assert "fewer than the 10" in said[2]
+    assert plan(minutes=10).tokens > 2 * small.tokens
 
 
-def test_a_size_that_is_asked_for_is_taken(quick: dict[str, float]) -> None:
-    study = compare.plan_comparison([], minutes=1, size="nano", slots=TWO)
-    assert compare.find_size(study) == "nano"
+def test_the_largest_size_that_gets_ten_tokens_a_parameter(quick: None) -> None:
+    found = {minutes: plan(minutes=minutes) for minutes in (60, 200, 2000, 6000)}
+    assert [one.size for one in found.values()] == ["pico", "nano", "micro", "mini"]
+    ladder = list(compare.SIZES)
+    for minutes, one in found.items():
+        assert one.tokens_per_parameter >= 10
+        assert plan(minutes=minutes, size=ladder[ladder.index(one.size) + 1]).tokens_per_parameter < 10
+
+
+def test_the_arms_speed_is_that_of_all_runs_at_once(quick: None) -> None:
+    run = plan().study.run("standard", "stdlib", 1e-3, 0)
+    assert sizes.measure_arm_speed(run, TWO) == pytest.approx(2 * 512 / 0.01)
+
+
+def test_a_size_that_is_asked_for_is_taken(quick: None) -> None:
+    assert compare.find_size(plan(minutes=1, size="nano").study) == "nano"
     with pytest.raises(StudyError, match=r"size must be one of .*did you mean 'nano'"):
-        compare.plan_comparison([], size="nanoo", slots=TWO)
+        plan(size="nanoo")
 
 
-def test_every_arm_is_a_legal_run_at_every_size_and_none_is_another(quick: dict[str, float]) -> None:
+def test_every_arm_is_a_legal_run_at_every_size_and_none_is_another(quick: None) -> None:
     for size in compare.SIZES:
-        study = compare.plan_comparison([], arms=list(compare.list_arms()), size=size, slots=TWO)
+        study = plan(arms=tuple(compare.list_arms()), size=size).study
+        assert compare.find_size(study) == size
         study.refuse_illegal()
         runs = [study.run(arm, "stdlib", study.lrs[0], 0) for arm in study.arms]
         assert len({json.dumps(run.to_dict(), sort_keys=True) for run in runs}) == len(compare.list_arms())
 
 
 def test_the_measured_step_is_that_of_the_arm() -> None:
-    study = compare.plan_size("pico", [], ["k=v"], 5, 3, TWO, "cpu")[0]
-    run = study.run("standard", "stdlib", 1e-3, 0)
+    run = compare.make_study("pico", ComparisonRequest(), 512).run("standard", "stdlib", 1e-3, 0)
     deep = run.replace(model=run.model.replace(layers=16))
-    assert 0 < compare.measure_step(run, "cpu", 1) < compare.measure_step(deep, "cpu", 1)
+    assert 0 < sizes.measure_step(run, "cpu", 1) < sizes.measure_step(deep, "cpu", 1)
 
 
 @pytest.mark.parametrize(
     ("asked", "sentence"),
     [
-        ({"arms": ["standard", "leepfrog"]}, "there is no arm 'leepfrog' .did you mean 'leapfrog'"),
-        ({"arms": ["standard"]}, "a comparison needs an arm besides standard"),
+        ({"arms": ("standard", "leepfrog")}, "there is no arm 'leepfrog' .did you mean 'leapfrog'"),
+        ({"arms": ("standard",)}, "a comparison needs an arm besides standard"),
+        ({"arms": ("k=v", "affine", "k=v")}, "the arm k=v came twice"),
         ({"minutes": 0.0}, "minutes must be a number above 0, but 0 came"),
         ({"minutes": float("nan")}, "minutes must be a number above 0"),
+        ({"seeds": 0}, "seeds must be a whole number from 1 to 1000, but 0 came"),
     ],
 )
-def test_what_cannot_be_compared(quick: dict[str, float], asked: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(StudyError, match=sentence):
-        compare.plan_comparison([], slots=TWO, **asked)
+def test_what_cannot_be_compared(quick: None, asked: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        plan(**asked)
 
 
-def test_a_missing_text_is_told_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "measure_step", lambda *_: pytest.fail("measured"))
-    with pytest.raises(DataError, match="no-such-text"):
-        compare.plan_comparison(["no-such-text"], slots=TWO)
+def test_a_text_that_cannot_be_used_is_told_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sizes, "measure_step", lambda *_: pytest.fail("measured"))
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    for text, told in (("no-such-text", "no-such-text"), (str(tmp_path / "latin.txt"), "is not UTF-8 at byte 3")):
+        with pytest.raises(DataError, match=told):
+            plan(texts=(text,))
 
 
 def test_small_runs_share_a_gpu() -> None:
@@ -97,26 +127,51 @@ def test_small_runs_share_a_gpu() -> None:
     assert compare.share_gpus(TWO, "pico", None) == TWO
 
 
-def test_compiling_is_the_studys_to_decide(quick: dict[str, float]) -> None:
+def test_compiling_is_the_studys_to_decide() -> None:
     def study(tokens: int) -> StudySpec:
-        made = compare.plan_comparison([], slots=TWO)
-        return made.replace(base=made.base | {"budget": {"tokens": tokens}})
+        return compare.make_study("pico", ComparisonRequest(), tokens)
 
     assert compare.choose_execution(study(512 * (compare.COMPILED - 1))) == {"compile": "no"}
     assert compare.choose_execution(study(512 * compare.COMPILED)) == {"compile": "auto"}
 
 
-def test_what_is_compared_stays(quick: dict[str, float], tmp_path: Path) -> None:
-    study = compare.plan_comparison([], arms=["k=v"], slots=TWO)
-    compare.refuse_other_comparison(study, tmp_path, [], None, None)
-    compare.refuse_other_comparison(study, tmp_path, ["stdlib"], ["k=v", "standard"], "pico")
-    for asked, told in (
-        ((["other"], None, None), "texts stdlib, but other came"),
-        (([], ["qk-norm"], None), "arms k=v, standard, but qk-norm, standard came"),
-        (([], None, "nano"), "a size pico, but nano came"),
+def test_what_is_compared_stays(tmp_path: Path) -> None:
+    asked = ComparisonRequest(arms=("k=v",), minutes=3.0, final_tokens=0)
+    record = StudyRecord(compare.make_study("pico", asked, 512), [], dataclasses.asdict(asked.fill_defaults()))
+    same = ({}, {"texts": ("stdlib",), "arms": ("k=v", "standard"), "size": "pico"}, {"minutes": 3.0, "seeds": 5})
+    for request in same:
+        compare.refuse_other_request(record, tmp_path, ComparisonRequest(**request))
+    for other, told in (
+        ({"texts": ("other",)}, "texts stdlib, but other came"),
+        ({"arms": ("qk-norm",)}, "arms k=v, standard, but qk-norm, standard came"),
+        ({"size": "nano"}, "a size pico, but nano came"),
+        ({"final_tokens": 9}, "final_tokens 0, but 9 came"),
+        ({"minutes": 5.0}, "of minutes=3, but minutes=5 came; .* leave --minutes out, .* --continue, .* --out"),
+        ({"seeds": 6}, "of seeds=5, but seeds=6 came; .* leave --seeds out, .* --continue, .* --out"),
     ):
         with pytest.raises(StudyError, match=told):
-            compare.refuse_other_comparison(study, tmp_path, *asked)
+            compare.refuse_other_request(record, tmp_path, ComparisonRequest(**other))
+
+
+def test_continuing_asks_once_and_after_what_is_planned(tmp_path: Path) -> None:
+    study = compare.make_study("pico", ComparisonRequest(arms=("k=v",), seeds=3), 512)
+    for run in plan_tuning_runs(study):  # six runs of a second each, of ten
+        fabricate(study, tmp_path, run)
+    record = StudyRecord(study, [], {"minutes": 1.0, "seeds": 3})
+
+    def extend(record: StudyRecord, **asked: Any) -> StudyRecord:
+        return compare.extend_comparison(record, tmp_path, ComparisonRequest(**asked), TWO)
+
+    assert extend(record, seeds=7).spec.seeds == extend(extend(record, seeds=7), seeds=7).spec.seeds == 7
+    assert extend(record).spec.seeds == 3  # what is planned comes first
+    more = extend(record, minutes=0.1)  # twelve runs' time: the four that are planned, and two seeds of four
+    assert (more.spec.seeds, more.asked["continued"]) == (3 + 4, 0.1)
+    assert extend(more, minutes=0.1).spec.seeds == 7  # interrupted and asked again
+    Analyses().add(7, 2, "").write(tmp_path)
+    assert extend(more, minutes=0.1).spec.seeds == 7 + 6
+    assert extend(more, minutes=1e-6).spec.seeds == 8  # at least one
+    with pytest.raises(StudyError, match="no finished run to reckon with"):
+        compare.extend_comparison(record, tmp_path / "empty", ComparisonRequest(minutes=1.0), TWO)
 
 
 def test_ray_without_an_address() -> None:
@@ -175,7 +230,6 @@ def test_compare_answers_is_continued_and_reports(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(compare, "EVALUATED", 512)
     monkeypatch.setattr("qklab.study.executors.local.LocalExecutor", lambda device, at_once, say: InProcess())
     asked = ("compare", str(text), "--arms", "k=v", "--minutes", "0.01", "--device", "cpu")
     code, out, err = called(capsys, *asked, "--seeds", "2")
@@ -188,13 +242,14 @@ def test_compare_answers_is_continued_and_reports(
     summaries = {path: path.stat().st_mtime_ns for path in folder.glob("runs/*/*/*/summary.json")}
     assert len(summaries) == 2 * (3 + 1)
 
-    code, again, err = called(capsys, "compare", str(text))
-    assert (code, again) == (0, out[-len(again) :])  # before it came what the runs said
-    assert {path: path.stat().st_mtime_ns for path in summaries} == summaries
+    for same in (("compare", str(text)), (*asked, "--seeds", "2")):
+        code, again, err = called(capsys, *same)
+        assert (code, again) == (0, out[-len(again) :])  # before it came what the runs said
+        assert {path: path.stat().st_mtime_ns for path in summaries} == summaries
 
     for wrong, told in (
-        (("--minutes", "1"), "add --continue"),
-        (("--seeds", "3"), "add --continue"),
+        (("--minutes", "1"), "to give it more add --continue"),
+        (("--seeds", "3"), "to give it more add --continue"),
         (("--arms", "affine"), "holds a comparison with arms"),
     ):
         code, _, err = called(capsys, "compare", str(text), *wrong)
@@ -202,14 +257,18 @@ def test_compare_answers_is_continued_and_reports(
         assert told in err
         assert err.count("\n") == 1
 
-    code, out, err = called(capsys, "compare", "--out", str(folder), "--continue", "--seeds", "1")
-    assert code == 0, err
-    assert len(list(folder.glob("runs/*/*/*/summary.json"))) == 10
-    assert json.loads((folder / "analyses.json").read_text())["command"].endswith("--continue --seeds {more}")
+    for _ in range(2):  # a target: the second time there is nothing left to do
+        code, out, err = called(capsys, "compare", "--out", str(folder), "--continue", "--seeds", "3")
+        assert code == 0, err
+        assert len(list(folder.glob("runs/*/*/*/summary.json"))) == 10
+    assert json.loads((folder / "analyses.json").read_text())["command"].endswith("--continue --seeds {total}")
     assert [each["seeds"] for each in json.loads((folder / "analyses.json").read_text())["taken"]] == [2, 3]
     code, out, err = called(capsys, "compare", "--out", str(folder), "--continue", "--minutes", "0.0001")
     assert (code, len(list(folder.glob("runs/*/*/*/summary.json")))) == (0, 12)
     assert "judged 3 times" in out
+    code, _, err = called(capsys, "compare", "--out", str(folder), "--continue", "--seeds", "2")
+    assert (code, "have begun for 4 seeds" in err) == (2, True)
+    assert json.loads((folder / "study.json").read_text())["spec"]["seeds"] == 4
     code, _, err = called(capsys, "compare", "--out", "elsewhere", "--continue")
     assert (code, "no comparison in elsewhere" in err) == (2, True)
 

@@ -147,7 +147,8 @@ def test_a_study_is_stopped_while_its_corpus_is_prepared(
 
 def begun(spec: StudySpec, folder: Path) -> None:
     """A study of which one run has been done, by a fabricated summary."""
-    with Study(spec, folder).open():
+    with Study(spec, folder).open() as study:
+        study.write_record([])
         fabricate(spec, folder, next(plan_tuning_runs(spec)))
 
 
@@ -165,7 +166,6 @@ def begun(spec: StudySpec, folder: Path) -> None:
             {"arms": {"standard": {}, "k=v": {"attention": {"share": "k=v"}}, "new": {}}},
             r"began without arms.new, but {} came",
         ),
-        ({"seeds": 1}, r"holds a study of 2 seeds, but seeds=1 came; .* more seeds and not fewer"),
     ],
 )
 def test_a_study_edited_after_it_began_is_refused(
@@ -180,8 +180,10 @@ def test_a_study_edited_after_it_began_is_refused(
 def test_a_study_edited_before_anything_ran_is_no_other(corpus: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there is no source 'nowhere'"):
         carry_out(small_spec("nowhere"), tmp_path)
-    with Study(small_spec(corpus, seeds=1), tmp_path).open():
-        assert read_study_record(tmp_path).spec == small_spec(corpus, seeds=1)
+    assert not (tmp_path / "study.json").exists()
+    with Study(small_spec(corpus, seeds=1), tmp_path).open() as study:
+        study.prepare_corpora(RecordingDisplay())
+    assert read_study_record(tmp_path).spec == small_spec(corpus, seeds=1)
 
 
 def test_a_corpus_that_is_gone_since_the_study_began(corpus: str, tmp_path: Path) -> None:
@@ -199,6 +201,7 @@ def test_a_study_of_one_seed_only_tunes_and_is_an_anecdote(
 ) -> None:
     spec = small_spec(corpus, seeds=1)
     with Study(spec, tmp_path).open() as study:
+        study.write_record([])
         for run in plan_tuning_runs(spec):
             shutil.copytree(run.folder_in(undisturbed_folder), run.folder_in(tmp_path))
         results = study.carry_out(InProcess(), RecordingDisplay())
@@ -206,10 +209,29 @@ def test_a_study_of_one_seed_only_tunes_and_is_an_anecdote(
     assert "One seed is an anecdote" in write_answer(spec, results)
 
 
-def test_a_study_can_be_given_more_seeds(corpus: str, tmp_path: Path) -> None:
-    begun(small_spec(corpus), tmp_path)
-    with Study(small_spec(corpus, seeds=4), tmp_path).open():
-        assert read_study_record(tmp_path).spec.seeds == 4
+def test_seeds_are_a_target_that_is_written_once_nothing_is_refused(corpus: str, tmp_path: Path) -> None:
+    copy, folder = shutil.copytree(corpus, tmp_path / "copy"), tmp_path / "study"
+    begun(small_spec(str(copy)), folder)
+    copy.rename(tmp_path / "away")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="there is no source"):
+            carry_out(small_spec(str(copy), seeds=4), folder)
+        assert read_study_record(folder).spec.seeds == 2
+    (tmp_path / "away").rename(copy)
+    for seeds in (4, 1):  # the way back is open as long as the runs have not begun
+        with Study(small_spec(str(copy), seeds=seeds), folder).open() as study:
+            study.prepare_corpora(RecordingDisplay())
+        assert read_study_record(folder).spec.seeds == seeds
+    fabricate(small_spec(str(copy)), folder, PlannedRun(str(copy), "k=v", 1e-3, 2))
+    told = r"runs have begun for 3 seeds, but seeds=2 came; .* ask for 3 or more"
+    with pytest.raises(StudyError, match=told), Study(small_spec(str(copy)), folder).open():
+        pass
+
+
+def test_a_refused_corpus_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there is no source 'nowhere'"):
+        carry_out(small_spec("nowhere"), tmp_path / "study")
+    assert not (tmp_path / "study").exists()
 
 
 def test_two_studies_at_once_in_one_folder(corpus: str, tmp_path: Path) -> None:
@@ -229,7 +251,8 @@ def test_a_folder_of_other_runs_is_refused(place: str, corpus: str, tmp_path: Pa
 def test_another_run_in_the_place_of_a_planned_one_is_refused(corpus: str, tmp_path: Path) -> None:
     spec = small_spec(corpus)
     fabricate(spec, tmp_path, next(plan_tuning_runs(spec)), z_loss=0.5)
-    with Study(spec, tmp_path / "new").open():
+    with Study(spec, tmp_path / "new").open() as study:
+        study.write_record([])
         (tmp_path / "runs").rename(tmp_path / "new" / "runs")
     with pytest.raises(StudyError, match=r"another run is in the place of standard .* z_loss=0.5, but 0.0 came"):
         carry_out(spec, tmp_path / "new")

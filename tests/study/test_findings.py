@@ -16,6 +16,7 @@ from qklab.study.spec import StudyError, StudySpec
 
 LRS = (1e-3, 3e-3)
 LOSS = find_metric("loss")
+READ = "Each run trained 0.001 M parameters on 1,000 tokens, 1 a parameter."
 
 
 def study(**changes: Any) -> StudySpec:
@@ -72,19 +73,19 @@ def test_a_whole_study() -> None:
     assert found.headline == "On stdlib, norm beats standard; k=v is worse than standard"
     assert found.lrs == {"standard": 3e-3, "k=v": 3e-3, "norm": 3e-3}
     assert found.values["standard"] == {0: 2.0, 1: 2.1, 2: 2.2, 3: pytest.approx(2.3)}
-    assert (found.notes, found.settling, found.command) == ([], "", "")
+    assert (found.notes, found.settling, found.command) == ([READ], "", "")
     assert found.planned == 3 * (2 + 3)
 
 
 def test_what_would_settle_it_and_the_command() -> None:
     results = whole({"standard": 0.0, "k=v": 0.02, "norm": 0.0001}, noise=0.02)
-    taken = Analyses(at_once=2, command="qklab compare --continue --seeds {more} --of {total}")
+    taken = Analyses(at_once=2, command="qklab compare --continue --seeds {total}")
     found = derive_findings(study(), results, "stdlib", taken)
     assert {v.verdict for v in found.verdicts.values()} == {"open"}
     wanted = {arm: v.plan.more for arm, v in found.verdicts.items() if v.plan is not None and v.plan.more}
     assert len(wanted) == 2
     least = min(wanted.values())
-    assert found.command == f"qklab compare --continue --seeds {least} --of {4 + least}"
+    assert found.command == f"qklab compare --continue --seeds {4 + least}"
     for arm, more in wanted.items():
         seconds = more * 3 * 12.0 / 2  # seeds × arms × seconds of a process, two at a time
         minutes = f"{round(seconds) // 60} min {round(seconds) % 60} s" if seconds >= 60 else f"{seconds:.0f} s"
@@ -196,11 +197,29 @@ def test_each_analysis_gets_its_part_of_alpha_and_too_many_are_told() -> None:
     assert two is not None
     assert (one.level, two.level) == (0.95, 0.975)
     taken = Analyses().add(2, 1, "").add(3, 1, "").add(4, 1, "")
-    notes = derive_findings(study(analyses=2), results, "stdlib", taken).notes
-    assert len(notes) == 1
+    read, *notes = derive_findings(study(analyses=2), results, "stdlib", taken).notes
+    assert (read, len(notes)) == (READ, 1)
     assert "judged 3 times, at 2, 3 and 4 seeds, and was planned for 2 (analyses)" in notes[0]
     assert "up to 7.5 % instead of 5 %" in notes[0]
-    assert derive_findings(study(analyses=3), results, "stdlib", taken).notes == []
+    assert derive_findings(study(analyses=3), results, "stdlib", taken).notes == [READ]
+
+
+@pytest.mark.parametrize(("unigram", "barely"), [(2.3, True), (4.0, False)])
+def test_the_answer_says_how_far_the_models_have_come(unigram: float, barely: bool) -> None:
+    test = {"loss": 2.1, "unigram_loss": unigram, "tokens": 300, "split_tokens": 900, "standard_error": 0.0123}
+    corpus = {"train_tokens": 500, "train_bytes": 2_000_000, "text_bytes": 8_000_000}
+    results = [result(arm, lr, seed, 2.1) for arm in study().arms for lr in LRS for seed in range(4)]
+    for each in results:
+        each.summary.update(corpus=corpus, evaluation={"valid": test, "test": test})
+    told = write_answer(study(), results, Analyses(run_seconds=8.0))
+    assert told.startswith("On stdlib, with models that have barely learned, ") == barely
+    assert ("have barely learned: " in told) == barely
+    assert f"The test loss of standard is 2.100 nats per token, that of a unigram model {unigram:.3f}." in told
+    assert "1 a parameter: 2 of the corpus's 8 MB of text, each 2 times." in told
+    assert "Tested on 300 of 900 tokens of test text" in told
+    assert "±0.012" in told
+    assert "Runs took 1.5 times as long as planned (12 s instead of 8 s)" in told
+    assert "as long as planned" not in write_answer(study(), results, Analyses(run_seconds=10.0))
 
 
 def test_names_in_a_row() -> None:

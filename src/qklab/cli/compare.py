@@ -16,9 +16,11 @@ class CompareCommand:
         arms: which attentions, by name; the standard one is always among them; by default standard, leapfrog, affine,
             k=v and qk-norm
         minutes: how long it may take, which decides the size of the models and how many tokens they see; by default 5
-        seeds: how many paired seeds; by default 5
-        more: add to the comparison that is there: so many --seeds more, or as many as fit into --minutes
-        size: pico, nano, 51m or 124m instead of what fits the time
+        seeds: how many paired seeds in all; by default 5
+        more: give the comparison that is there more: --seeds in all, or as many as fit into --minutes
+        size: pico, nano, micro, mini, 34m, 51m or 124m instead of what fits the time
+        final_tokens: how much of validation and of test text is read at the end of a run; 0 for all of it; by default
+            an eighth of what it trained on
         device: cpu or cuda; auto takes GPUs if there are any
         at_once: runs at a time; by default one per core or GPU
         out: the folder of the comparison; one that is there is continued
@@ -31,6 +33,7 @@ class CompareCommand:
     seeds: int | None = None
     size: str | None = None
     more: Annotated[bool, tyro.conf.arg(name="continue")] = False
+    final_tokens: int | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     at_once: int | None = None
     out: Path | None = None
@@ -44,37 +47,30 @@ class CompareCommand:
         from qklab.study.records import read_study_record
         from qklab.train.progress import Terminal
 
+        request = compare.ComparisonRequest(
+            self.texts, self.arms, self.minutes, self.seeds, self.size, self.final_tokens
+        )
         display = Terminal()
         executor = LocalExecutor(self.device, self.at_once, say=display.say)
         folder = self.out or compare.default_comparison_folder(self.texts)
         if (folder / "study.json").exists():
-            spec = read_study_record(folder).spec
-            compare.refuse_other_comparison(spec, folder, self.texts, self.arms, self.size)
-            executor.slots = compare.share_gpus(executor.slots, compare.find_size(spec), self.at_once)
+            record = read_study_record(folder)
+            executor.slots = compare.share_gpus(executor.slots, compare.find_size(record.spec), self.at_once)
             if self.more:
-                spec = compare.extend_comparison(spec, folder, executor.slots, self.seeds, self.minutes)
-            elif self.minutes is not None or self.seeds not in (None, spec.seeds):
-                raise ValueError(
-                    f"{folder} holds a comparison already; add --continue to give it more seeds or minutes, or choose "
-                    "another folder with --out."
-                )
+                record = compare.extend_comparison(record, folder, request, executor.slots)
+            else:
+                compare.refuse_other_request(record, folder, request)
+            spec, asked = record.spec, record.asked
             display.say(f"going on with the comparison in {folder}: {spec.seeds} seeds of {', '.join(spec.arms)}.")
         elif self.more:
             raise ValueError(f"there is no comparison in {folder} to continue; leave --continue out to begin one.")
         else:
-            spec = compare.plan_comparison(
-                self.texts,
-                arms=compare.DEFAULT if self.arms is None else self.arms,
-                minutes=compare.MINUTES if self.minutes is None else self.minutes,
-                seeds=compare.SEEDS if self.seeds is None else self.seeds,
-                size=self.size,
-                slots=executor.slots,
-                at_once=self.at_once,
-                data=self.data,
-                say=display.say,
+            plan = compare.plan_comparison(
+                request, slots=executor.slots, at_once=self.at_once, data=self.data, say=display.say
             )
-            executor.slots = compare.share_gpus(executor.slots, compare.find_size(spec), self.at_once)
+            executor.slots, spec, asked = plan.slots, plan.study, plan.to_record(request)
         words = ["qklab", "compare", "--out", str(folder), *(() if self.data is None else ("--data", str(self.data)))]
-        command = f"{shlex.join(words)} --continue --seeds {{more}}"
-        study = Study(spec, folder, data=self.data, execution=compare.choose_execution(spec))
+        command = f"{shlex.join(words)} --continue --seeds {{total}}"
+        execution = compare.choose_execution(spec)
+        study = Study(spec, folder, data=self.data, execution=execution, asked=asked)
         return execute_and_report(study, lambda: executor, display, command)

@@ -87,7 +87,9 @@ def execute_and_report(study: Any, make_executor: Callable[[], Any], display: An
     try:
         with study.open(), contextlib.closing(make_executor()) as executor:
             results = study.carry_out(executor, display)
-            analyses = read_analyses(study.folder).add(study.spec.seeds, executor.slots.count, command)
+            analyses = read_analyses(study.folder).add(
+                study.spec.seeds, executor.slots.count, command, study.asked.get("run_seconds")
+            )
             analyses.write(study.folder)
             if study.remote is not None:
                 study.remote.send_study()

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from qklab.data.documents import SelectedDocument, Tally, select_documents
+from qklab.data.documents import SelectedDocument, Tally, refuse_empty, select_documents
 from qklab.data.progress import ReportProgress, open_progress
 from qklab.data.scan import deciding_settings, digest_source, refuse_changed, scan_or_resume
 from qklab.data.shards import FORMAT, MANIFEST, TOKENIZER, UNFINISHED, Corpus, ShardWriter, hash_content
@@ -69,6 +69,18 @@ def prepare_corpus(
                 "can."
             ) from error
     return Corpus.open(folder)
+
+
+def refuse_unusable(spec: DataSpec, data: Path | None) -> None:
+    """Raise DataError where no corpus can be made of the source, having read as much as `spec.limit_bytes` allows and
+    written nothing."""
+    path = find_source_path(spec.source, data)
+    if path is not None and (path / MANIFEST).is_file():
+        return
+    source, tally = find_source(spec.source, data), Tally()
+    for document in select_documents(source, spec, Counter()):
+        tally.add(document)
+    refuse_empty(source.name, tally, spec, source.splits)
 
 
 def cache_folder(spec: DataSpec, source: Source) -> Path:
@@ -188,7 +200,7 @@ def write_manifest(
             name: {**part, **{key: plan["splits"][name][key] for key in counted}} for name, part in splits.items()
         },
     }
-    source = {key: plan[key] for key in ("name", "sha256", "empty_documents_skipped", "files")}
+    source = {key: plan.get(key) for key in ("name", "sha256", "empty_documents_skipped", "text_bytes", "files")}
     manifest = {
         "format": FORMAT,
         "hash": hash_content(content),

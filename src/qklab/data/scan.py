@@ -76,8 +76,10 @@ def scan_source(
     with contextlib.ExitStack() as files:
         paths = {split: folder / UNFINISHED / f"{split}.digests" for split in SPLITS}
         digests = {split: files.enter_context(replace_file(path)) for split, path in paths.items()}
+        position = 0
         for document in select_documents(source, spec, dropped):
             tally.add(document)
+            position = document.position
             digests[document.split].write(document.digest[:8])
             if document.split == "train" and tokenizer is None:
                 sample.add(document)
@@ -100,6 +102,8 @@ def scan_source(
         "sha256": tally.digest.hexdigest(),
         "tokenizer": tokenizer.hash,
         "empty_documents_skipped": dropped["empty"],
+        # estimated where spec.limit_bytes ended the reading
+        "text_bytes": round(tally.bytes.total() * max(1.0, source.size / max(1, position))),
         "splits": splits,
     }
 

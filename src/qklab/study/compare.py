@@ -1,57 +1,98 @@
 """A comparison for everyone: arms by name, and a model and a budget that fit the machine and the time there is."""
 
-import dataclasses
-import time
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from qklab import register
 from qklab.attention.project import PROJECTIONS
-from qklab.data.sources import find_source
-from qklab.model.decoder import Decoder
-from qklab.model.recipes import recipe
+from qklab.data.prepare import refuse_unusable
+from qklab.data.spec import DataSpec
 from qklab.schema import suggest_name
 from qklab.study.executors import WorkerSlots
 from qklab.study.plan import count_runs, plan_tuning_runs
-from qklab.study.records import read_result
+from qklab.study.records import StudyRecord, read_analyses, read_result
+from qklab.study.sizes import SIZES, find_size, measure_arm_speed, share_gpus
 from qklab.study.spec import StudyError, StudySpec
-from qklab.train.objective import Objective
 from qklab.train.progress import format_duration
-from qklab.train.spec import RunSpec
+from qklab.train.spec import FINAL_SHARE
 
 BASELINE = "standard"
 DEFAULT = (BASELINE, "leapfrog", "affine", "k=v", "qk-norm")
-# sizes from small to large: settings that all arms share, and the learning rates each arm tries
-SIZES: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
-    "pico": (
-        {
-            "model": {"recipe": "nano", "layers": 2, "width": 64, "context": 128, "tied": False},
-            "attention": {"heads": 4},
-            "corpus": {"vocab": 2048},
-            "batch": {"sequences": 4},
-            "schedule": {"warmup": 0.2},  # in runs of a few hundred steps much of the spread over seeds comes from less
-        },
-        (3e-3, 6e-3, 1.2e-2),
-    ),
-    "nano": ({"model": {"recipe": "nano", "context": 128}, "batch": {"sequences": 8}}, (2e-3, 5e-3)),
-    "51m": ({"model": {"recipe": "51m"}, "corpus": {"vocab": 16_384}, "batch": {"sequences": 32}}, (1e-3, 3e-3)),
-    "124m": ({"model": {"recipe": "124m"}, "corpus": {"vocab": 16_384}, "batch": {"sequences": 32}}, (6e-4, 2e-3)),
-}
-TOGETHER = {"pico": 8, "nano": 8}  # runs that share a GPU: alone they would leave most of it idle
-TOKENS_PER_PARAMETER = 2.0  # with fewer a larger model is only further from the end of its training
+TOKENS_PER_PARAMETER = 10.0  # with fewer a larger model is only further from the end of its training
 SPLITS = {"valid": 0.02, "test": 0.03}
 START = {"cpu": 2.0, "cuda": 20.0}  # seconds that a run takes beside its steps and evaluations
-EVALUATIONS, EVALUATED = 8, 8192  # how often while training, on how many tokens
-NEIGHBOURS = {"cpu": 1.0, "cuda": 1.5}  # by how much runs at the same time slow each other down
-LEAST_BYTES, BYTES_PER_TOKEN = 8_000_000, 3.0
+EVALUATIONS, EVALUATED = 8, 8192  # how often while training, on how many tokens at most
+LEAST_READ = 16_384  # tokens that tell losses apart by about 0.03
+LEAST_BYTES, BYTES_PER_TOKEN = 8_000_000, 8  # more than a token has, and so enough
+LEAST_STEPS = 20
 COMPILED = 3000  # steps of a run on a GPU that make up for the time it takes to compile it
 MARGIN = 0.01
 MINUTES = 5.0
 SEEDS = 5  # with three, Holm over four arms and two analyses ask for a difference three times as large as with five
 ANALYSES = 2  # one, and one after more seeds, which the answer itself may propose
+
+
+@dataclass(frozen=True)
+class ComparisonRequest:
+    """What a comparison is asked to be, None where that is left open. `final_tokens`: how much of validation and of
+    test is read at the end of a run, 0 for all."""
+
+    texts: tuple[str, ...] = ()
+    arms: tuple[str, ...] | None = None
+    minutes: float | None = None
+    seeds: int | None = None
+    size: str | None = None
+    final_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.minutes is not None and not 0 < self.minutes < 1e6:
+            raise StudyError(f"minutes must be a number above 0, but {self.minutes:g} came.")
+        if self.size is not None and self.size not in SIZES:
+            raise StudyError(
+                f"size must be one of {', '.join(SIZES)}{suggest_name(self.size, SIZES)}, but {self.size!r} came."
+            )
+        if self.arms is not None:
+            select_arms(self.arms)
+
+    def fill_defaults(self) -> "ComparisonRequest":
+        """As a comparison is begun; study.json keeps it, by which the same command is known again."""
+        return replace(
+            self,
+            minutes=MINUTES if self.minutes is None else self.minutes,
+            seeds=SEEDS if self.seeds is None else self.seeds,
+        )
+
+
+@dataclass(frozen=True)
+class ComparisonPlan:
+    """A study that fits the time: so many tokens a run, of models with so many parameters, taking so many seconds."""
+
+    study: StudySpec
+    size: str
+    slots: WorkerSlots
+    tokens: int
+    parameters: int
+    run_seconds: float
+
+    @property
+    def tokens_per_parameter(self) -> float:
+        return self.tokens / self.parameters
+
+    def to_record(self, request: ComparisonRequest) -> dict[str, Any]:
+        """For study.json: what was asked for, and how long a run is to take."""
+        return asdict(request.fill_defaults()) | {"run_seconds": self.run_seconds}
+
+    def describe(self) -> str:
+        study, seconds = self.study, self.run_seconds * math.ceil(count_runs(self.study) / self.slots.count)
+        return (
+            f"{len(study.arms)} arms × {len(study.lrs)} learning rates, then {study.seeds} seeds: {count_runs(study)} "
+            f"runs of {self.size} ({self.parameters / 1e6:.3g} M parameters) on {self.tokens:,} tokens each, "
+            f"{self.tokens_per_parameter:.2g} a parameter, {self.slots.count} at a time; about "
+            f"{format_duration(seconds)}, evaluation included."
+        )
 
 
 def list_arms() -> dict[str, dict[str, Any]]:
@@ -75,68 +116,167 @@ def select_arms(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     for name in names:
         if name not in arms:
             raise StudyError(f"there is no arm {name!r}{suggest_name(name, arms)}; there are {', '.join(arms)}.")
+    repeated = next((name for name in names if list(names).count(name) > 1), None)
+    if repeated is not None:
+        raise StudyError(f"the arm {repeated} came twice; two arms that are the same cannot be compared.")
     if not set(names) - {BASELINE}:
         raise StudyError(f"a comparison needs an arm besides {BASELINE}; there are {', '.join(arms)}.")
     return {name: arms[name] for name in dict.fromkeys([BASELINE, *names])}
 
 
-def share_gpus(slots: WorkerSlots, size: str, at_once: int | None) -> WorkerSlots:
-    """The slots for runs of a size: small ones share a GPU, unless it was said how many run at once."""
-    together = TOGETHER.get(size, 1) if slots.gpus and at_once is None else 1
-    cores = slots.count * slots.threads
-    count = max(slots.count, min(slots.count * together, cores))
-    return dataclasses.replace(slots, count=count, threads=max(1, cores // count))
-
-
 def plan_comparison(
-    texts: Sequence[str],
+    request: ComparisonRequest,
     *,
-    arms: Sequence[str] = DEFAULT,
-    minutes: float = MINUTES,
-    seeds: int = SEEDS,
-    size: str | None = None,
     slots: WorkerSlots,
     at_once: int | None = None,
     data: Path | None = None,
     say: Callable[[str], None] = lambda sentence: None,
-) -> StudySpec:
-    """The study that answers in about `minutes`: the largest size that gets at least two tokens a parameter, or else
+) -> ComparisonPlan:
+    """The study that answers in about the minutes asked for: the largest size that gets ten tokens a parameter, or else
     the smallest; as many tokens as there is time for, the same for every arm."""
-    if not 0 < minutes < 1e6:
-        raise StudyError(f"minutes must be a number above 0, but {minutes:g} came.")
-    if size is not None and size not in SIZES:
-        raise StudyError(f"size must be one of {', '.join(SIZES)}{suggest_name(size, SIZES)}, but {size!r} came.")
-    select_arms(arms)
-    for text in texts:
-        find_source(text, data)  # a name that is none is told before anything is measured
+    request = request.fill_defaults()
+    for text in request.texts or ("stdlib",):  # what cannot be used is told before anything is measured
+        refuse_unusable(DataSpec(source=text, **SPLITS, limit_bytes=LEAST_BYTES), data)
     say("measuring how fast this machine trains…")
-    device = "cuda" if slots.gpus else "cpu"
-    chosen = None
-    for name in [size] if size is not None else list(SIZES):
-        own = share_gpus(slots, name, at_once)
-        study, tokens = plan_size(name, texts, arms, minutes, seeds, own, device)
-        parameters = study.run(BASELINE, study.corpora[0], study.lrs[0], 0).model.parameters()
-        if chosen is None or tokens >= TOKENS_PER_PARAMETER * parameters:
-            chosen = study, tokens, name, own
-        else:
+    chosen: ComparisonPlan | None = None
+    for name in [request.size] if request.size is not None else list(SIZES):
+        plan = plan_size(name, request, share_gpus(slots, name, at_once))
+        if chosen is not None and plan.tokens_per_parameter < TOKENS_PER_PARAMETER:
             break
+        chosen = plan
     assert chosen is not None
-    study, tokens, name, own = chosen
-    say(
-        f"{len(study.arms)} arms × {len(study.lrs)} learning rates, then {study.seeds} seeds: {count_runs(study)} runs "
-        f"of {name} on {tokens:,} tokens each, {own.count} at a time; about {format_duration(60 * minutes)}."
+    say(chosen.describe())
+    if chosen.tokens_per_parameter < TOKENS_PER_PARAMETER:
+        say(
+            f"{chosen.tokens_per_parameter:.2g} tokens a parameter are fewer than the {TOKENS_PER_PARAMETER:g} that "
+            "show most of what a model of this size can learn; more --minutes give it more."
+        )
+    return chosen
+
+
+def plan_size(size: str, request: ComparisonRequest, slots: WorkerSlots) -> ComparisonPlan:
+    """The study of a size with as many tokens a run as the time allows, evaluation and all."""
+    trial = make_study(size, request, 2**20)
+    runs = [trial.run(arm, trial.corpora[0], trial.lrs[0], 0) for arm in trial.arms]
+    speeds = [measure_arm_speed(run, slots) for run in runs]
+    speed = len(speeds) / sum(1 / each for each in speeds)  # every arm trains on as many tokens
+    assert request.minutes is not None
+    allowed = 60 * request.minutes * slots.count / count_runs(trial)  # seconds for each run
+    each = runs[0].tokens_per_step
+
+    def seconds(tokens: int) -> float:
+        final = choose_final_tokens(request, tokens)
+        whole = sum(SPLITS.values()) * choose_limit(tokens) / 3  # tokens that validation and test have at most
+        read = EVALUATIONS * choose_evaluated(tokens) + (min(2 * final, whole) if final else whole)
+        return START[slots.device] + (tokens + read / 3) * slots.count / speed  # a forward pass is a third of a step
+
+    low, high = LEAST_STEPS * each, int(allowed * speed / slots.count)
+    while high - low > each:
+        tokens = (low + high) // 2
+        low, high = (tokens, high) if seconds(tokens) <= allowed else (low, tokens)
+    tokens = low // each * each
+    return ComparisonPlan(
+        make_study(size, request, tokens), size, slots, tokens, runs[0].model.parameters(), seconds(tokens)
     )
-    return study
 
 
-def refuse_other_comparison(
-    study: StudySpec, folder: Path, texts: Sequence[str], arms: Sequence[str] | None, size: str | None
-) -> None:
+def choose_final_tokens(request: ComparisonRequest, tokens: int) -> int:
+    """How many tokens of validation and of test a run of so many tokens reads at its end; 0: all."""
+    return max(LEAST_READ, tokens // FINAL_SHARE) if request.final_tokens is None else request.final_tokens
+
+
+def choose_evaluated(tokens: int) -> int:
+    """How many tokens an evaluation during a run of so many reads: all of them together no more than an eighth."""
+    return max(1024, min(EVALUATED, tokens // (FINAL_SHARE * EVALUATIONS)))
+
+
+def choose_limit(tokens: int) -> int:
+    """Bytes of training text for runs of so many tokens: none of it is seen twice, where there is enough."""
+    return max(LEAST_BYTES, BYTES_PER_TOKEN * tokens)
+
+
+def make_study(size: str, request: ComparisonRequest, tokens: int) -> StudySpec:
+    """The study of a size with so many tokens a run."""
+    settings = SIZES[size].settings
+    evaluation = {
+        "times": EVALUATIONS,
+        "tokens": choose_evaluated(tokens),
+        "final_tokens": choose_final_tokens(request, tokens),
+    }
+    base = {
+        "corpus": settings.get("corpus", {}) | SPLITS | {"limit_bytes": choose_limit(tokens)},
+        "budget": {"tokens": tokens},
+        "evaluation": evaluation,
+    }
+    return StudySpec.from_dict(
+        {
+            "name": f"Attention on {', '.join(Path(text).name for text in request.texts) or 'stdlib'}",
+            "baseline": BASELINE,
+            "arms": select_arms(request.arms or DEFAULT),
+            "corpora": list(request.texts) or ["stdlib"],
+            "lrs": list(SIZES[size].lrs),
+            "seeds": request.fill_defaults().seeds,
+            "margin": MARGIN,
+            "analyses": ANALYSES,
+            "base": settings | base,
+        }
+    )
+
+
+# A comparison that is there
+
+
+def refuse_other_request(record: StudyRecord, folder: Path, request: ComparisonRequest) -> None:
+    """Raise if the comparison in the folder is not the one that is asked for; what is left open is as it was."""
+    refuse_other_comparison(record.spec, folder, request)
+    asked, spec = record.asked, record.spec
+    for name, there in (("minutes", [asked.get("minutes")]), ("seeds", [asked.get("seeds"), spec.seeds])):
+        wanted = getattr(request, name)
+        if wanted is not None and wanted not in there:
+            told = f"{name}={there[0]:g}" if there[0] is not None else f"{spec.seeds} seeds"
+            raise StudyError(
+                f"{folder} holds a comparison of {told}, but {name}={wanted:g} came; to go on with that one leave "
+                f"--{name} out, to give it more add --continue, and to begin another choose another folder with --out."
+            )
+
+
+def extend_comparison(record: StudyRecord, folder: Path, request: ComparisonRequest, slots: WorkerSlots) -> StudyRecord:
+    """The comparison with so many seeds in all, or with as many more as fit into the minutes by what its runs took.
+
+    What is already planned and not done yet comes first, and the same call again asks for nothing more until it is."""
+    spec = record.spec
+    refuse_other_comparison(spec, folder, request)
+    if request.seeds is not None:
+        return StudyRecord(spec.replace(seeds=request.seeds), record.data, record.asked)
+    minutes = request.minutes or MINUTES
+    done = spec.seeds in read_analyses(folder).seeds
+    if not done and (request.minutes is None or record.asked.get("continued") == minutes):
+        return record
+    ended = [result for run in plan_tuning_runs(spec) if (result := read_result(folder, run)) is not None]
+    taken = [result.process_seconds for result in ended]
+    if not taken:
+        raise StudyError(
+            f"{folder} has no finished run to reckon with; say how many seeds in all with --continue --seeds, or leave "
+            "--continue out to go on as planned."
+        )
+    each = sum(taken) / len(taken) / slots.count
+    left = 0 if done else count_runs(spec) - count_ended(folder)
+    more = int((60 * minutes / each - left) / len(spec.arms) / len(spec.corpora))
+    spec = spec.replace(seeds=spec.seeds + max(int(done), more))
+    return StudyRecord(spec, record.data, record.asked | {"continued": minutes})
+
+
+def count_ended(folder: Path) -> int:
+    return len(list(folder.glob("runs/*/*/*/summary.json")))
+
+
+def refuse_other_comparison(study: StudySpec, folder: Path, request: ComparisonRequest) -> None:
     """Raise if what was asked for is not what the comparison in the folder compares."""
     asked = (
-        ("texts", list(texts) if texts else None, study.corpora),
-        ("arms", None if arms is None else sorted(select_arms(arms)), sorted(study.arms)),
-        ("a size", size, find_size(study)),
+        ("texts", list(request.texts) if request.texts else None, study.corpora),
+        ("arms", None if request.arms is None else sorted(select_arms(request.arms)), sorted(study.arms)),
+        ("a size", request.size, find_size(study)),
+        ("final_tokens", request.final_tokens, study.base["evaluation"].get("final_tokens", 0)),
     )
     for what, wanted, there in asked:
         if wanted is not None and wanted != there:
@@ -146,71 +286,8 @@ def refuse_other_comparison(
             )
 
 
-def find_size(study: StudySpec) -> str:
-    """The size the models of a comparison are of."""
-    model = study.run(study.baseline, study.corpora[0], study.lrs[0], 0).model
-    shapes = {name: settings["model"] for name, (settings, _) in SIZES.items()}
-    for name, shape in shapes.items():
-        plain = recipe(shape["recipe"])
-        if (model.layers, model.width) == (shape.get("layers", plain.layers), shape.get("width", plain.width)):
-            return name
-    return "of its own"
-
-
-def join_words(names: str | Sequence[str]) -> str:
-    return names if isinstance(names, str) else ", ".join(names)
-
-
-def extend_comparison(
-    study: StudySpec, folder: Path, slots: WorkerSlots, seeds: int | None, minutes: float | None
-) -> StudySpec:
-    """The study with so many more seeds, or with as many as fit into the time by what its runs took; at least one."""
-    if seeds is None:
-        ended = [result for run in plan_tuning_runs(study) if (result := read_result(folder, run)) is not None]
-        taken = [result.process_seconds for result in ended]
-        if not taken:
-            raise StudyError(f"{folder} has no finished run to reckon with; continue it with --seeds, or without both.")
-        minutes = MINUTES if minutes is None else minutes
-        each = sum(taken) / len(taken) * len(study.arms) * len(study.corpora) / slots.count
-        seeds = max(1, int(60 * minutes / each))
-    if seeds < 1:
-        raise StudyError(f"seeds to add must be a whole number of at least 1, but {seeds} came.")
-    return study.replace(seeds=study.seeds + seeds)
-
-
-def plan_size(
-    name: str, texts: Sequence[str], arms: Sequence[str], minutes: float, seeds: int, slots: WorkerSlots, device: str
-) -> tuple[StudySpec, int]:
-    """The study of a size with as many tokens a run as the time allows, and that number."""
-    settings, lrs = SIZES[name]
-    values: dict[str, Any] = {
-        "name": f"Attention on {', '.join(Path(text).name for text in texts) or 'stdlib'}",
-        "baseline": BASELINE,
-        "arms": select_arms(arms),
-        "corpora": list(texts) or ["stdlib"],
-        "lrs": list(lrs),
-        "seeds": seeds,
-        "margin": MARGIN,
-        "analyses": ANALYSES,
-    }
-
-    def study(tokens: int) -> StudySpec:
-        limit = max(LEAST_BYTES, 8 * tokens)  # so that no run sees text twice, where there is enough
-        corpus = settings.get("corpus", {}) | SPLITS | {"limit_bytes": limit}
-        often = {"times": EVALUATIONS, "tokens": EVALUATED}
-        return StudySpec.from_dict(
-            values | {"base": settings | {"corpus": corpus, "budget": {"tokens": tokens}, "evaluation": often}}
-        )
-
-    trial = study(2**20)
-    runs = {arm: trial.run(arm, trial.corpora[0], trial.lrs[0], 0) for arm in trial.arms}
-    each = runs[BASELINE].tokens_per_step
-    seconds = [measure_step(run, device, slots.threads) for run in runs.values()]
-    step = sum(seconds) / len(seconds)
-    evaluated = EVALUATIONS * EVALUATED + (SPLITS["valid"] + SPLITS["test"]) * LEAST_BYTES / BYTES_PER_TOKEN
-    beside = START[device] + step * evaluated / each / 3  # a forward pass is a third of a step
-    steps = max(20, int((60 * minutes * slots.count / count_runs(trial) - beside) / step))
-    return study(steps * each), steps * each
+def join_words(names: str | int | Sequence[str]) -> str:
+    return str(names) if isinstance(names, str | int) else ", ".join(names)
 
 
 def choose_execution(study: StudySpec) -> dict[str, Any]:
@@ -218,29 +295,6 @@ def choose_execution(study: StudySpec) -> dict[str, Any]:
     that runs added later are carried out alike."""
     steps = study.run(study.baseline, study.corpora[0], study.lrs[0], 0).steps
     return {"compile": "auto" if steps is None or steps >= COMPILED else "no"}
-
-
-def measure_step(spec: RunSpec, device: str, threads: int, repeats: int = 5) -> float:
-    """How long a training step takes, measured on random tokens."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        objective = Objective(Decoder(spec.model, seed=0).to(device))
-        optimiser = torch.optim.AdamW(objective.parameters())
-        ids = torch.randint(spec.model.vocab, (spec.batch.sequences, spec.model.context + 1), device=device)
-        taken: list[float] = []
-        for _ in range(2 + repeats):
-            began = time.perf_counter()
-            with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-                loss, _ = objective(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
-            loss.backward()
-            optimiser.step()
-            optimiser.zero_grad()
-            loss.item()
-            taken.append(time.perf_counter() - began)
-        return NEIGHBOURS[device] * sorted(taken[2:])[repeats // 2]
-    finally:
-        torch.set_num_threads(before)
 
 
 def default_comparison_folder(texts: Sequence[str]) -> Path:

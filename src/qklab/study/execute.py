@@ -4,6 +4,7 @@ What is done is read from the run directories alone, so a study that was killed 
 runs are skipped, broken ones resumed from their checkpoints, none is done twice.
 """
 
+import shutil
 import signal
 import threading
 import time
@@ -19,6 +20,7 @@ from qklab.data.sources import find_source_path
 from qklab.data.spec import DataSpec
 from qklab.runs.directory import RunDirectory, RunError
 from qklab.study.executors import Executor, RunTask, Unit
+from qklab.study.learned import describe_pace
 from qklab.study.metrics import find_metric
 from qklab.study.plan import PlannedRun, count_runs, plan_confirming_runs, plan_tuning_runs
 from qklab.study.progress import StudyProgress, measure_run_progress
@@ -67,20 +69,22 @@ class Study:
         data: Path | None = None,
         execution: Mapping[str, Any] | None = None,
         remote: RemoteStudy | None = None,
+        asked: Mapping[str, Any] | None = None,
     ):
-        self.spec, self.folder, self.remote = spec, folder.absolute(), remote
+        self.spec, self.folder, self.remote, self.asked = spec, folder.absolute(), remote, dict(asked or {})
         self.data = None if data is None else data.absolute()
         self.execution = {"keep": 1} | dict(execution or {})
         self.results: dict[PlannedRun, RunResult] = {}
         self.specs: dict[PlannedRun, RunSpec] = {}
-        self.progress, self.fetched = StudyProgress(), 0.0
+        self.progress, self.fetched, self.told_pace = StudyProgress(), 0.0, False
 
     # The folder
 
     @contextmanager
     def open(self) -> Iterator["Study"]:
-        """Hold the folder, and fix the study's spec in it or see that it is the same."""
+        """Hold the folder, and see that it holds this study or none; `carry_out` fixes the spec in it."""
         self.spec.refuse_illegal()  # before anything is written
+        fresh = not self.folder.exists()
         try:
             lock = RunDirectory(self.folder).lock()
         except RunError as error:
@@ -94,16 +98,17 @@ class Study:
                 if not has_record:
                     raise StudyError(f"{self.folder} holds runs but no study.json; choose another folder with --out.")
                 self.refuse_other(read_study_record(self.folder).spec)
-                self.write_record(read_study_record(self.folder).data)
-            else:
-                self.write_record([])  # before a run has begun nothing is fixed
-            yield self
+            try:
+                yield self
+            finally:
+                if fresh and not any(path.name != "lock" for path in self.folder.iterdir()):
+                    shutil.rmtree(self.folder, ignore_errors=True)  # nothing came of it
 
     def holds_runs(self) -> bool:
         return any(any(self.folder.glob(pattern)) for pattern in ("runs/*/*/*/run.json", "*/run.json"))
 
     def write_record(self, data: list[dict[str, Any]]) -> None:
-        StudyRecord(self.spec, data).write(self.folder)
+        StudyRecord(self.spec, data, self.asked).write(self.folder)
         if self.remote is not None:
             self.remote.send_study()
 
@@ -111,17 +116,18 @@ class Study:
         found = find_difference(canonicalise(old.fixed_settings()), canonicalise(self.spec.fixed_settings()))
         if found is not None:
             raise StudyError(f"{self.folder} holds a study that began {found}; {FIXED}")
-        if old.seeds > self.spec.seeds:
+        begun = [int(path.parent.name.rpartition("-seed")[2]) for path in self.folder.glob("runs/*/*/*-seed*/run.json")]
+        if begun and max(begun) >= self.spec.seeds:
             raise StudyError(
-                f"{self.folder} holds a study of {old.seeds} seeds, but seeds={self.spec.seeds} came; a study can be "
-                "given more seeds and not fewer."
+                f"{self.folder} holds a study whose runs have begun for {max(begun) + 1} seeds, but "
+                f"seeds={self.spec.seeds} came; what has begun stays in it, so ask for {max(begun) + 1} or more."
             )
 
     # Corpora
 
     def prepare_corpora(self, display: Display) -> None:
         """Prepare every corpus once, before many processes would; refuse one that changed since the study began."""
-        record = read_study_record(self.folder)
+        record = StudyRecord(self.spec, self.read_data())
         for spec in dict.fromkeys(self.resolve(run).corpus for run in plan_tuning_runs(self.spec)):
             found, old = self.prepare_corpus(spec, display), record.find_hash(spec.to_dict())
             if old is None:
@@ -131,7 +137,11 @@ class Study:
                     f"the corpus {spec.source} changed since the study in {self.folder} began: it was {old[:12]}… and "
                     f"is now {found[:12]}…, so runs would not compare; restore it or choose another folder with --out."
                 )
-        self.write_record(record.data)
+        self.write_record(record.data)  # only now: nothing is written that is refused
+
+    def read_data(self) -> list[dict[str, Any]]:
+        """What study.json knows of the corpora; before a run has begun nothing is fixed."""
+        return read_study_record(self.folder).data if self.holds_runs() else []
 
     def prepare_corpus(self, spec: DataSpec, display: Display) -> str:
         """The hash of the prepared corpus, which must have text to choose learning rates on and text to report on."""
@@ -199,6 +209,8 @@ class Study:
             if self.list_unfinished(tuning) or self.list_unfinished(self.plan_certain_runs()):
                 with leave_at_once("while its corpora were prepared"):
                     self.prepare_corpora(display)
+            else:
+                self.write_record(self.read_data())
             with StopRequest() as stop:
                 results = self.perform(tuning, executor, display, stop)
                 confirming = plan_confirming_runs(self.spec, choose_learning_rates(self.spec, results))
@@ -266,6 +278,14 @@ class Study:
         mark = "" if result.status == "finished" else f", {result.status}"
         value = result.describe(find_metric(self.spec.metric))
         display.say(f"{run.name}: {value}{mark}, {format_duration(result.seconds)}")
+        self.note_pace(display)
+
+    def note_pace(self, display: Display) -> None:
+        """Say once if runs take longer than planned, and what that makes of the time asked for."""
+        pace = describe_pace(list(self.results.values()), self.asked.get("run_seconds"))
+        if pace is not None and not self.told_pace and len(self.results) > 1:
+            self.told_pace = True
+            display.say(f"{pace} It will take as much longer; stopped, the same command goes on later.")
 
     def fetch(self, runs: Iterable[PlannedRun]) -> None:
         """Bring what is known of runs at the study's URL, if it has one."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from qklab.study.learned import describe_learning_state, describe_pace, has_barely_learned
 from qklab.study.metrics import find_metric
 from qklab.study.plan import plan_confirming_runs, plan_tuning_runs, write_number
 from qklab.study.records import Analyses, RunResult, choose_learning_rates, collect_values, sum_up_ledger
@@ -101,7 +102,13 @@ def add_verdicts(
         found[arm] = dataclasses.replace(found[arm], sentence=sentence)
     findings.verdicts = found
     words = {arm: verdict.verdict for arm, verdict in found.items()}
-    findings.headline = write_headline(words, study.baseline, findings.corpus)
+    base = [r for r in results if (r.planned.corpus, r.planned.arm) == (findings.corpus, study.baseline)]
+    base = [r for r in base if r.planned.lr == findings.lrs[study.baseline]]
+    barely = ", with models that have barely learned" * has_barely_learned(base)
+    findings.headline = write_headline(words, study.baseline, findings.corpus + barely)
+    findings.notes += describe_learning_state(base, study.baseline)
+    if pace := describe_pace(results, analyses.run_seconds):
+        findings.notes.append(pace)
     propose_seeds(study, results, findings, analyses)
     taken = len(analyses.taken)
     if taken > study.analyses:
@@ -159,7 +166,7 @@ def propose_seeds(study: StudySpec, results: Sequence[RunResult], findings: Find
         sentences.append(f"Not even 100 more seeds would settle {join_names(never)}.")
     findings.settling = " ".join(sentences)
     if wanted and analyses.command:
-        findings.command = analyses.write_command(min(wanted), study.seeds)
+        findings.command = analyses.write_command(study.seeds + min(wanted))
 
 
 def estimate_seconds(study: StudySpec, results: Sequence[RunResult], more: int, analyses: Analyses) -> float:

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -136,13 +136,16 @@ def sum_up_ledger(results: Sequence[RunResult], corpus: str, arm: str, lrs: Sequ
 
 @dataclass(frozen=True)
 class StudyRecord:
-    """What was fixed before anything ran; `data` has of every corpus its `spec` and the `hash` of its content."""
+    """What was fixed before anything ran; `data` has of every corpus its `spec` and the `hash` of its content, `asked`
+    what the command asked for that planned the study, where one did."""
 
     spec: StudySpec
     data: list[dict[str, Any]]
+    asked: dict[str, Any] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
-        values = {"fingerprint": self.spec.fingerprint, "spec": self.spec.to_dict(), "data": self.data}
+        asked = {"asked": self.asked} if self.asked else {}
+        values = {"fingerprint": self.spec.fingerprint, "spec": self.spec.to_dict(), "data": self.data} | asked
         with explain_file_errors():
             write_json(folder / STUDY, {"format": FORMAT} | values)
 
@@ -158,7 +161,8 @@ def read_study_record(folder: Path) -> StudyRecord:
         record = json.loads(path.read_text(encoding="utf-8"))
         if record["format"] != FORMAT:
             raise ValueError(f"it is of format {record['format']}, this version of qklab reads {FORMAT}")
-        return StudyRecord(StudySpec.from_dict(record["spec"]), list(record.get("data", ())))
+        spec = StudySpec.from_dict(record["spec"])
+        return StudyRecord(spec, list(record.get("data", ())), dict(record.get("asked", {})))
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = f"it has no {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
         raise StudyError(f"{path} cannot be read as a study: {why}; restore it from a copy.") from None
@@ -205,26 +209,27 @@ class Analysis:
 
 @dataclass(frozen=True)
 class Analyses:
-    """The analyses taken; how many runs there were at a time; and the command that adds seeds, with {more} and {total}
-    in place of their number."""
+    """The analyses taken; how many runs there were at a time; the command that adds seeds, with {total} in place of how
+    many there are then; and how many seconds a run was planned to take, where that is known."""
 
     taken: tuple[Analysis, ...] = ()
     at_once: int = 1
     command: str = ""
+    run_seconds: float | None = None
 
     @property
     def seeds(self) -> list[int]:
         return [analysis.seeds for analysis in self.taken]
 
-    def add(self, seeds: int, at_once: int, command: str) -> "Analyses":
+    def add(self, seeds: int, at_once: int, command: str, run_seconds: float | None = None) -> "Analyses":
         """With one at so many seeds; judging the same seeds again is no new analysis."""
         now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
         new = () if seeds in self.seeds else (Analysis(seeds, now),)
-        return Analyses((*self.taken, *new), at_once, command or self.command)
+        return Analyses((*self.taken, *new), at_once, command or self.command, run_seconds or self.run_seconds)
 
-    def write_command(self, more: int, seeds: int) -> str:
-        """The command that adds so many seeds to those there are."""
-        return self.command.replace("{more}", str(more)).replace("{total}", str(seeds + more))
+    def write_command(self, seeds: int) -> str:
+        """The command that makes them so many seeds; {more} is how it was written when --continue added to them."""
+        return self.command.replace("{more}", str(seeds)).replace("{total}", str(seeds))
 
     def write(self, folder: Path) -> None:
         write_json(folder / ANALYSES, asdict(self))
@@ -237,6 +242,7 @@ def read_analyses(folder: Path) -> Analyses:
         return Analyses()
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        return Analyses(tuple(Analysis(**each) for each in record["taken"]), record["at_once"], record["command"])
+        taken = tuple(Analysis(**each) for each in record["taken"])
+        return Analyses(taken, record["at_once"], record["command"], record.get("run_seconds"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StudyError(f"{path} cannot be read: {error}; restore it from a copy or delete it.") from None

@@ -91,12 +91,20 @@ def summarise_run(loop: Loop, status: Status, results: dict[str, Any], wall: flo
         "skipped_steps": state.skipped,
         "parameters": spec.model.parameters(),
         "training_flops": state.step * spec.flops_per_step,
+        "corpus": describe_training_text(loop.trainer.corpus),
         "cache_bytes_per_token": spec.model.cache_bytes(1),
         "seconds": state.seconds,
         "tokens_per_second": loop.tokens_per_second(),
         "peak_memory_bytes": measure_peak_memory(loop.machine),
         "seconds_of_last_process": {"all": wall} | loop.spent,
     }
+
+
+def describe_training_text(corpus: Corpus) -> dict[str, Any]:
+    """How much training text the corpus has, and how much text its source has in all, as far as that is known."""
+    train = corpus.splits["train"]
+    whole = corpus.manifest["source"].get("text_bytes")
+    return {"train_tokens": train.tokens, "train_bytes": train.bytes, "text_bytes": whole}
 
 
 def measure_peak_memory(machine: Machine) -> int:

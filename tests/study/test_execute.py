@@ -196,6 +196,19 @@ def test_a_corpus_that_is_gone_since_the_study_began(corpus: str, tmp_path: Path
     assert not is_in_use(tmp_path / "study")
 
 
+def test_a_summary_that_was_cut_costs_its_evaluation_only(
+    corpus: str, undisturbed: dict[str, Any], undisturbed_folder: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(undisturbed_folder, tmp_path / "study")
+    damaged = sorted(folder.glob("runs/*/*/*/summary.json"))[2]
+    damaged.write_bytes(damaged.read_bytes()[:30])
+    executor, display = InProcess(), RecordingDisplay()
+    carry_out(small_spec(corpus), folder, display, executor)
+    assert [task.folder for unit in executor.units for task in unit.tasks] == [damaged.parent]
+    assert display.count("evaluated again") == 1
+    check_whole(folder, undisturbed)
+
+
 def test_a_study_of_one_seed_only_tunes_and_is_an_anecdote(
     corpus: str, undisturbed_folder: Path, tmp_path: Path
 ) -> None:

@@ -49,7 +49,7 @@ class TrainCommand(make_run_flags()):
         file: a TOML file with the settings
         out: the run directory; if a run is there it is continued
         data: where corpora are looked for by name; by default $QKLAB_DATA
-        quiet: show no progress
+        quiet: show no progress, only what is wrong
     """
 
     file: Positional[Path | None] = None
@@ -59,13 +59,13 @@ class TrainCommand(make_run_flags()):
 
     def execute(self) -> int:
         from qklab.train import launch
-        from qklab.train.progress import Terminal
+        from qklab.train.progress import QuietDisplay, Terminal
         from qklab.train.resume import resolve_request
 
         values = collect_given(self)
         file, out, data, quiet = (values.pop(name, None) for name in ("file", "out", "data", "quiet"))
         spec, execution = resolve_request(values, file, out)
-        outcome = launch.train(spec, out, execution, data=data, display=None if quiet else Terminal())
+        outcome = launch.train(spec, out, execution, data=data, display=QuietDisplay() if quiet else Terminal())
         if int(os.environ.get("RANK", 0)) == 0:
             print(launch.describe_outcome(outcome))
         return launch.EXIT_CODES[outcome.status]

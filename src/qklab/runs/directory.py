@@ -56,6 +56,16 @@ class RunDirectory:
         """summary.json, or None while the run has not ended."""
         return self._read("summary.json") if (self.path / "summary.json").exists() else None
 
+    def discard_damaged_summary(self) -> str | None:
+        """Delete a summary.json that cannot be read, since a run that is resumed at its end makes it again; what was
+        wrong with it."""
+        try:
+            self.summary()
+        except RunError as error:
+            (self.path / "summary.json").unlink()
+            return str(error).partition(";")[0]
+        return None
+
     def metrics(self, kind: str | None = None) -> list[dict[str, Any]]:
         return read_metrics(self.metrics_path, kind)
 

@@ -126,13 +126,22 @@ def open_append(path: Path) -> int:
 
 
 class AppendedFile:
-    """A file of lines that only grows; a last line that was cut short is ended first."""
+    """A file of lines that only grows; a last line that a crash cut short is ended first, or cut off if it is none."""
 
     def __init__(self, path: Path):
         self.path = path
         self.descriptor = open_append(path)
         if not ends_with_newline(path):
-            self.append_line("")
+            content = path.read_bytes()
+            begin = content.rfind(b"\n") + 1
+            if self.is_whole(content[begin:]):
+                self.append_line("")
+            else:
+                os.ftruncate(self.descriptor, begin)
+
+    def is_whole(self, line: bytes) -> bool:
+        """Whether a last line without an end is a line all the same."""
+        return True
 
     def append_line(self, line: str) -> None:
         """The line is on its way to the disk when this returns."""

@@ -1,7 +1,7 @@
 """metrics.jsonl: one record a line, only ever appended to.
 
 A run that was killed and resumed repeats the steps after its checkpoint. It first appends {"kind": "resume",
-"step": s}, and readers drop what was recorded for later steps before that line. A line cut short by a crash is skipped.
+"step": s}, and readers drop what was recorded for later steps before that line. A line cut short by a crash is cut off.
 """
 
 import json
@@ -15,6 +15,9 @@ Record = dict[str, Any]
 
 
 class MetricsFile(AppendedFile):
+    def is_whole(self, line: bytes) -> bool:
+        return parse_record(line) is not None
+
     def append(self, record: Record) -> None:
         self.append_line(json.dumps(spell_nonfinite(record), ensure_ascii=False, allow_nan=False))
 
@@ -33,17 +36,23 @@ def finite_or_none(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
+def parse_record(line: bytes) -> Record | None:
+    """A line as a record; None where it is none."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+
+
 def read_metrics(path: Path, kind: str | None = None) -> list[Record]:
     """The records of a run as if it had never been interrupted, in order of steps; of one `kind` if given."""
     records: dict[tuple[Any, ...], Record] = {}  # a record for the same kind, step and split replaces the one before
     if not path.exists():
         return []
     for line in path.read_bytes().split(b"\n"):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        record = parse_record(line)
+        if record is None:
             continue
         if record.get("kind") == "resume":
             records = {key: earlier for key, earlier in records.items() if earlier["step"] <= record["step"]}

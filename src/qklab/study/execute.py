@@ -205,6 +205,7 @@ class Study:
     def carry_out(self, executor: Executor, display: Display) -> list[RunResult]:
         """Do what is not done yet; every run's result."""
         tuning = list(plan_tuning_runs(self.spec))
+        self.discard_damaged_summaries(display)
         try:
             if self.list_unfinished(tuning) or self.list_unfinished(self.plan_certain_runs()):
                 with leave_at_once("while its corpora were prepared"):
@@ -218,6 +219,13 @@ class Study:
         finally:
             display.close()
         return results
+
+    def discard_damaged_summaries(self, display: Display) -> None:
+        """Let runs whose summary cannot be read end once more."""
+        for path in sorted(self.folder.glob("runs/*/*/*/summary.json")):
+            wrong = RunDirectory(path.parent).discard_damaged_summary()
+            if wrong is not None:
+                display.say(f"{wrong}; that run's end is evaluated again.")
 
     def perform(
         self, planned: Sequence[PlannedRun], executor: Executor, display: Display, stop: StopRequest

@@ -19,6 +19,14 @@ from qklab.runs.sinks import Sinks
 from qklab.train.checkpoint import CheckpointError, Checkpoints
 from qklab.train.loop import Loop, Status
 from qklab.train.machine import Machine, work_around_bf16
+from qklab.train.mend import (
+    TOKENIZER,
+    describe_lost_steps,
+    discard_summary,
+    find_lost_steps,
+    has_tokenizer,
+    restore_tokenizer,
+)
 from qklab.train.progress import Display, format_duration
 from qklab.train.ranks import call_on_first_rank
 from qklab.train.recorder import RunRecorder
@@ -96,18 +104,23 @@ def train_in(
     old = call_on_first_rank(lambda: read_begun_run(directory))
     if old is not None:
         refuse_other_spec(directory, old["spec"], spec)
+        call_on_first_rank(lambda: discard_summary(directory, display.warn))
         summary = call_on_first_rank(directory.summary)
-        if summary is not None:
+        intact = call_on_first_rank(lambda: has_tokenizer(directory, old["data"]["tokenizer"]))
+        if summary is not None and intact:
             display.say(f"{directory.path} is already {summary['status']}; nothing to do.")
             return Outcome(summary["status"], directory.path, summary)
     corpus = open_corpus(spec, data, display, old["data"] if old is not None else None)
     if old is not None:
         refuse_other_data(directory, old["data"], corpus)
+        call_on_first_rank(lambda: restore_tokenizer(directory, corpus, display.warn))
+        if summary is not None:
+            return Outcome(summary["status"], directory.path, summary)
         if execution.threads is None and machine.world == 1 and machine.device.type == "cpu":
             torch.set_num_threads(old["environment"]["device"]["threads"])  # sums rounded as they were before
     record = old or call_on_first_rank(lambda: begin_record(directory, spec, corpus, machine))
     trainer = Trainer(spec, execution, corpus, machine)
-    checkpoints = Checkpoints(directory.checkpoints_path, execution.keep, run=record["id"], say=display.say)
+    checkpoints = Checkpoints(directory.checkpoints_path, execution.keep, run=record["id"], say=display.warn)
     found = checkpoints.find_newest()
     if found is not None:
         trainer.restore(found)
@@ -123,7 +136,11 @@ def train_in(
     sinks = Sinks(names, directory.path, directory.path.name, spec.to_dict(), display.say)
     with closing(RunRecorder(directory, sinks)) as recorder:
         if old is not None:
+            lost = call_on_first_rank(lambda: find_lost_steps(directory, trainer.state.step))
             recorder.append("resume", trainer.state.step, ranks=machine.world)
+            if lost:
+                recorder.append("lost", trainer.state.step, steps=len(lost), first=lost[0], last=lost[-1])
+                display.warn(describe_lost_steps(directory, lost))
         return complete_run(Loop(trainer, checkpoints, recorder, display))
 
 
@@ -195,7 +212,7 @@ def begin_record(directory: RunDirectory, spec: RunSpec, corpus: Corpus, machine
         "data": {"folder": str(corpus.folder), "hash": corpus.hash, "tokenizer": corpus.tokenizer.hash},
         "environment": describe_environment(machine.describe()),
     }
-    corpus.tokenizer.save(directory.path / "tokenizer.json")
+    corpus.tokenizer.save(directory.path / TOKENIZER)
     directory.write("run.json", record)
     return record
 

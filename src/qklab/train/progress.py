@@ -16,9 +16,20 @@ class Display:
 
     def say(self, sentence: str) -> None: ...
 
+    def warn(self, sentence: str) -> None:
+        """Something is wrong that the run goes on in spite of: told also where all else is kept quiet."""
+        self.say(sentence)
+
     def show(self, done: float, line: str) -> None: ...
 
     def close(self) -> None: ...
+
+
+class QuietDisplay(Display):
+    """Tells what is wrong and nothing else."""
+
+    def warn(self, sentence: str) -> None:
+        print(sentence, file=sys.stderr)
 
 
 class Terminal(Display):

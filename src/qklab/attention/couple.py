@@ -34,6 +34,8 @@ def uniform_(tensor: Tensor, fan_in: int, generator: torch.Generator | None) -> 
 class HeadLinear(nn.Module):
     """The parameters of y = W x + b on the last axis: one W for all heads, or without bias one per key head."""
 
+    members: int | None = None
+
     def __init__(self, inner: int, outer: int, heads: int | None):
         super().__init__()
         shape = (outer, inner) if heads is None else (heads, outer, inner)
@@ -70,6 +72,8 @@ class MLPForce(nn.Module):
 
 class GradientForce(nn.Module):
     """f(u) = −∇U(u) = −W1ᵀ(a ⊙ σ'(W1 u + b)) of the potential U(u) = Σ_i a_i σ(w_i·u + b_i), σ = softplus."""
+
+    members: int | None = None
 
     def __init__(self, head_width: int, force_width: int, heads: int | None):
         super().__init__()
@@ -108,6 +112,7 @@ class Coupling(nn.Module):
     nets: ClassVar[int] = 1  # how many networks share the force's width between them
     width_factor: ClassVar[int] = 1  # default width, in units of the usual one
     impl: Impl = "auto"
+    members: int | None = None  # of a stacked model, whose weights have one more axis in front
 
     def __init__(self, spec: AttentionSpec):
         super().__init__()
@@ -151,6 +156,7 @@ class Coupling(nn.Module):
             norm=norm,
             angles=angles,
             turn_key=turn_key,
+            members=self.members,
             impl=self.impl,
         )
 

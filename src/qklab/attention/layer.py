@@ -33,6 +33,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(spec.heads * spec.head_width, spec.width, bias=spec.bias)
         # built last, so that under one seed a layer with coupling draws the same other weights as one without
         self.couple = spec.coupling.mechanism(spec) if spec.coupling is not None else None
+        self.members: int | None = None  # of a stacked model: its rows belong to so many, in equal shares
         self.watched: Tensor | None = None  # [heads], raised to the largest logit of every training pass
         self.recorder: Callable[..., None] | None = None  # called with the name of each stage and what it gave
         self.recomputes = False  # whether backward passes project anew rather than keep what a coupling came from
@@ -67,6 +68,7 @@ class Attention(nn.Module):
         self.record("mix", q, stored, bias, positions, visibility)
         if self.watched is not None and self.training:
             largest = self.mix.largest_logits(q, stored, visibility, bias)
+            largest = largest.amax(0) if self.members is None else largest.unflatten(0, (self.members, -1)).amax(1)
             self.watched.copy_(torch.maximum(self.watched, largest))
         o = self.mix(q, stored, x, visibility, bias)
         o = self.mix.finish(self.rotate.undo(o, positions))

@@ -18,6 +18,7 @@ from qklab.attention.positions import Positions, rotate_every
 from qklab.attention.visibility import Visibility, render_mask, render_range
 from qklab.ops.decode import decode
 from qklab.ops.differential import differential, differential_v2
+from qklab.ops.members import spread_members
 from qklab.ops.norm import rms_norm
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def attend(q: Tensor, stored: KeyValue, scale: float, visibility: Visibility, bi
 def largest_logits(
     q: Tensor, k: Tensor, scale: float, mask: Tensor | None, causal: bool, bias: Tensor | None = None, rows: int = 512
 ) -> Tensor:
-    """max over visible pairs of scale · q·k + bias, per query head: q [B, T, H, ·], k [B, S, G, ·] → [H].
+    """max over a row's visible pairs of scale · q·k + bias, per query head: q [B, T, H, ·], k [B, S, G, ·] → [B, H].
 
     Takes `rows` queries at a time, so that never all scores exist, and under `causal` only the keys up to the last of
     them.
@@ -90,7 +91,7 @@ def largest_logits(
             scores = scores.masked_fill(slots[start:stop, None] < slots, -torch.inf)
         elif mask is not None:
             scores = scores.masked_fill(~mask[:, :, start:stop], -torch.inf)
-        largest.append(scores.amax((0, 2, 3)))
+        largest.append(scores.amax((2, 3)))
     return torch.stack(largest).amax(0).float()
 
 
@@ -115,7 +116,7 @@ class Mix(nn.Module):
         return stored.separate()
 
     def largest_logits(self, q: Tensor, stored: KeyValue, visibility: Visibility, bias: Tensor | None) -> Tensor:
-        """The largest score of every query head, among those that `forward` would use: [H]."""
+        """The largest score of every row and query head, among those that `forward` would use: [B, H]."""
         k, _ = self.keys_and_values(stored)
         plain = visibility.triangle or (visibility.blocks is None and not visibility.slots.cached)
         mask = visibility.mask if plain else render_mask(visibility)
@@ -158,6 +159,7 @@ class Differential(Mix):
     pairs_heads = True
     has_gain = True
     eps: ClassVar[float] = 1e-5
+    members: int | None = None  # of a stacked model, whose λ and gain have one more axis in front
 
     def __init__(self, spec: AttentionSpec, layer: int):
         super().__init__(spec, layer)
@@ -176,15 +178,16 @@ class Differential(Mix):
             nn.init.ones_(self.gain)
 
     def weight(self) -> Tensor:
-        """λ, a scalar."""
-        first, second = (self.query_lambdas * self.key_lambdas).sum(-1).exp().unbind()
+        """λ, a scalar, or one for each member."""
+        first, second = (self.query_lambdas * self.key_lambdas).sum(-1).exp().unbind(-1)
         return first - second + self.lambda_init
 
     def forward(self, q: Tensor, stored: KeyValue, x: Tensor, visibility: Visibility, bias: Tensor | None) -> Tensor:
         def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attend(q, KeyValue(k, v), self.scale, visibility, bias)
 
-        o = differential(q, *stored.separate(), self.weight(), plain)  # [B, T, H/2, 2D]
+        weight = spread_members(self.weight(), self.members, len(q), 3)
+        o = differential(q, *stored.separate(), weight, plain)  # [B, T, H/2, 2D]
         return o.unflatten(-1, (2, -1)).flatten(2, 3)
 
     def finish(self, o: Tensor) -> Tensor:

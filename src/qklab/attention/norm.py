@@ -63,6 +63,7 @@ class QKNorm(Normalisation):
 
     label = "qk-norm"
     fuses = True
+    members: int | None = None  # of a stacked model, whose gains have one more axis in front
 
     def __init__(self, spec: AttentionSpec):
         super().__init__(spec)

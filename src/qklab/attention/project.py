@@ -133,6 +133,7 @@ class Latent(nn.Module):
     """
 
     tuple_name: ClassVar[str] = "MLA"
+    members: int | None = None  # of a stacked model, whose gains have one more axis in front
 
     def __init__(self, spec: AttentionSpec):
         super().__init__()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from qklab.attention.positions import Positions, rotate_new
+from qklab.ops.members import spread_members
 
 if TYPE_CHECKING:
     from qklab.attention.spec import AttentionSpec
@@ -100,6 +101,7 @@ class Asymmetry2D(nn.Module):
     """
 
     channels: ClassVar[int] = 10
+    members: int | None = None  # of a stacked model, whose weights have one more axis in front
     formula: ClassVar[str] = "scores ← s·scores + w·P_ij"
 
     def __init__(self, spec: AttentionSpec):
@@ -115,27 +117,35 @@ class Asymmetry2D(nn.Module):
 
     def forward(self, q: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
         """s q, so that scores q·k are scaled by s, and w·P_ij up to a constant per row [B or 1, 1, 1, T]."""
-        q = (q * (self.weight.sum() if self.scale is None else self.scale)).to(q.dtype)
+        scale = self.weight.sum(-1) if self.scale is None else self.scale
+        q = (q * spread_members(scale, self.members, len(q), 3)).to(q.dtype)
         column, dtype = self.channels // 2, self.weight.dtype
         index = torch.arange(self.channels - column, device=q.device)
         precision = torch.promote_types(dtype, torch.float32)
         frequency = torch.exp(-math.log(10_000.0) * (index - index % 2).to(precision) / len(index))
         angle = positions.new[:, :, None].to(precision) * frequency
         sinusoid = torch.where(index % 2 == 0, angle.sin(), angle.cos())
-        return q, (sinusoid * self.weight[column:]).sum(-1).to(dtype)[:, None, None, :]
+        weight = spread_members(self.weight[..., column:], self.members, len(q), 1)
+        return q, (sinusoid * weight).sum(-1).to(dtype)[:, None, None, :]
 
 
 class LearnedPositions(nn.Module):
     """x_p ← x_p + e_p with a learned e [context, width]; lives in the decoder, before the first layer."""
+
+    members: int | None = None  # of a stacked model, whose embeddings have one more axis in front
 
     def __init__(self, context: int, width: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(context, width))
         nn.init.normal_(self.weight, std=0.02)
 
-    def forward(self, positions: Positions) -> Tensor:
-        """Embeddings [B or 1, T, width] of the tokens' positions, which restart with every packed segment."""
-        return nn.functional.embedding(positions.new, self.weight)
+    def forward(self, x: Tensor, positions: Positions) -> Tensor:
+        """x [B, T, width] plus the embeddings of its tokens' positions, which restart with every packed segment."""
+        index, weight = positions.new, self.weight
+        if self.members is not None:  # member s reads from row s·context on
+            first = torch.arange(self.members, device=x.device) * weight.shape[1]
+            index, weight = index + spread_members(first, self.members, len(x), 1), weight.flatten(0, 1)
+        return x + nn.functional.embedding(index, weight)
 
 
 POSITIONS = ("rope", "learned", "none")

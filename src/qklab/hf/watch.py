@@ -93,7 +93,7 @@ def measure_largest(
         find_pairs = functools.partial(pairs_of_mask, mask[..., : key.shape[2]], queries)
     elif causal and queries > 1 and name not in ("eager", "flex_attention"):  # these two mask nothing of themselves
         if bias is None:
-            return largest_logits(q, k, scale, None, True)
+            return largest_logits(q, k, scale, None, True).amax(0)
         k = k[:, :queries]  # as sdpa does: the first query sees the first key alone
         find_pairs = functools.partial(pairs_of_flash, query, query, None, True, {})
     else:
@@ -105,7 +105,7 @@ def measure_largest(
         if bias is not None:
             own = bias[..., : k.shape[1]].expand(-1, -1, queries, -1)[:, :, start:stop]
             added = own if added is None else added + own
-        largest.append(largest_logits(q[:, start:stop], k, scale, visible, False, added))
+        largest.append(largest_logits(q[:, start:stop], k, scale, visible, False, added).amax(0))
     return torch.stack(largest).amax(0)
 
 

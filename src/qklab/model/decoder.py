@@ -122,7 +122,7 @@ def run_blocks(
     `call` runs a block, or runs it so that its insides are computed again; what goes into each is added to `states`.
     """
     if model.positions is not None:
-        x = x + model.positions(located[0][0])
+        x = model.positions(x, located[0][0])
     x = model.dropout(x)
     if torch.is_autocast_enabled(x.device.type) and x.dtype == torch.float32:
         # the residual stream too: half the bytes for every addition and norm of every layer

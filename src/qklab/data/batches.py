@@ -38,8 +38,8 @@ class Batch(NamedTuple):
 
 def make_batch(windows: Windows) -> Batch:
     ids = torch.from_numpy(windows.ids)
-    segments = None if windows.segments is None else torch.from_numpy(windows.segments[:, :-1].copy())
-    return Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), segments)
+    segments = None if windows.segments is None else torch.from_numpy(windows.segments[..., :-1].copy())
+    return Batch(ids[..., :-1].contiguous(), ids[..., 1:].contiguous(), segments)
 
 
 class Batches:

@@ -87,6 +87,10 @@ class Optimiser:
         if self.control is not None:
             self.control.forget()
 
+    def factors(self) -> dict[str, dict[str, Tensor]]:
+        """What logit control did at the last step: layer → part → a number per head; nothing without it."""
+        return {} if self.control is None else self.control.factors()
+
     def zero_grad(self) -> None:
         for base in self.bases:
             base.zero_grad(set_to_none=True)

@@ -1,14 +1,14 @@
 """Validation: negative log-likelihood per token, perplexity per token, bits per byte."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from qklab.data.batches import IGNORED, EvaluationWindows
+from qklab.data.batches import IGNORED, Batch, EvaluationWindows
 from qklab.train.machine import Machine
 from qklab.train.objective import Objective
 from qklab.train.ranks import sum_over_ranks
@@ -56,11 +56,20 @@ class EvaluationSums:
     windows: int = 0
     tokens: int = 0
     bytes: int = 0
-    nats: list[float] | torch.Tensor = field(default_factory=lambda: [0.0, 0.0])  # and squares of each window's
+    nats: torch.Tensor | None = None  # [runs, 2]: of all windows, and squares of each window's
 
-    def to_dict(self) -> dict[str, Any]:
-        nats = self.nats if isinstance(self.nats, list) else self.nats.tolist()
+    def describe(self, run: int) -> dict[str, Any]:
+        """What there is of one run."""
+        nats = [0.0, 0.0] if self.nats is None else self.nats[run].tolist()
         return {"windows": self.windows, "tokens": self.tokens, "bytes": self.bytes, "nats": nats}
+
+    @classmethod
+    def gather(cls, runs: Sequence[dict[str, Any]]) -> "EvaluationSums":
+        """All runs' together, if they have come equally far; else from the beginning."""
+        sums = [cls(**run | {"nats": torch.tensor(run["nats"], dtype=torch.float64)}) for run in runs]
+        if len({one.windows for one in sums}) != 1:
+            return cls()
+        return replace(sums[0], nats=torch.stack([one.nats for one in sums if one.nats is not None]))
 
 
 @torch.no_grad()
@@ -75,16 +84,18 @@ def evaluate_windows(
     bf16: bool = False,
     tick: Callable[[float], None] = lambda done: None,
     sums: EvaluationSums | None = None,
-) -> Evaluation:
+    members: int | None = None,
+) -> list[Evaluation]:
     """The model's loss on about `tokens` evenly spread tokens of a split, or on all of it; the same windows for every
-    model. `tick` is told the fraction done and may raise to give up; `sums` then has what is done so far, to go on
-    with."""
+    model, and for each of the `members` of a stacked one. `tick` is told the fraction done and may raise to give up;
+    `sums` then has what is done so far, to go on with."""
     chosen = windows.select_windows(tokens)
     mine = np.array_split(chosen, machine.world)[machine.rank]
     was_training = objective.training
     objective.eval()
     sums = EvaluationSums() if sums is None else sums
-    sums.nats = nats = torch.as_tensor(sums.nats, dtype=torch.float64, device=machine.device)
+    nats = torch.zeros(members or 1, 2, dtype=torch.float64) if sums.nats is None else sums.nats
+    sums.nats = nats = nats.to(machine.device)
     try:
         # every rank makes as many calls as the busiest, since sharded models need all ranks in each
         for first in range(sums.windows, -(-len(chosen) // machine.world), rows):
@@ -92,18 +103,30 @@ def evaluate_windows(
             batch = windows.batch(part if len(part) else chosen[:1])
             real = batch.targets[batch.targets != IGNORED].numpy() if len(part) else np.empty(0, np.int64)
             with torch.autocast(machine.device.type, torch.bfloat16, enabled=bf16):
-                losses, _ = objective(*batch.to(machine.device), per_token=True)
+                losses, _ = objective(*repeat_rows(batch.to(machine.device), members), per_token=True)
             if len(part):
-                nats[0] += losses.double().sum()
-                nats[1] += losses.double().view(len(part), -1).sum(1).square().sum()
+                windowed = losses.double().view(len(nats), len(part), -1).sum(2)
+                nats += torch.stack([windowed.sum(1), windowed.square().sum(1)], 1)
             sums.windows, sums.tokens = first + rows, sums.tokens + len(real)
             sums.bytes += int(byte_lengths[real].sum())
             tick(min(1.0, (first + rows) / max(1, len(mine))))
     finally:
         objective.train(was_training)
-    total, squares, counted, text_bytes = sum_over_ranks(*nats.tolist(), sums.tokens, sums.bytes)
-    error = estimate_error(total, squares, len(chosen), len(windows)) * len(chosen) / counted
-    return Evaluation(total, int(counted), int(text_bytes), error)
+    *flat, counted, text_bytes = sum_over_ranks(*nats.flatten().tolist(), sums.tokens, sums.bytes)
+    evaluations = []
+    for total, squares in zip(flat[::2], flat[1::2], strict=True):
+        error = estimate_error(total, squares, len(chosen), len(windows)) * len(chosen) / counted
+        evaluations.append(Evaluation(total, int(counted), int(text_bytes), error))
+    return evaluations
+
+
+def repeat_rows(batch: Batch, members: int | None) -> Batch:
+    """The same rows for every member of a stacked model: [B, T] → [S, B, T]."""
+    if members is None:
+        return batch
+    ids, targets, segments = (None if t is None else t.expand(members, *t.shape) for t in batch)
+    assert ids is not None and targets is not None
+    return Batch(ids, targets, segments)
 
 
 def estimate_error(total: float, squares: float, sampled: int, windows: int) -> float:

@@ -2,8 +2,9 @@
 
 import time
 import uuid
-from contextlib import closing, suppress
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from qklab.runs.directory import RunDirectory, RunError
 from qklab.runs.environment import describe_environment, find_commit
 from qklab.runs.files import describe_os_error
 from qklab.runs.sinks import Sinks
-from qklab.train.checkpoint import CheckpointError, Checkpoints
-from qklab.train.loop import Loop, Status
+from qklab.train.checkpoint import Checkpoint, CheckpointError, Checkpoints
+from qklab.train.loop import Loop, Member, Status
 from qklab.train.machine import Machine, work_around_bf16
 from qklab.train.mend import (
     TOKENIZER,
@@ -27,6 +28,7 @@ from qklab.train.mend import (
     has_tokenizer,
     restore_tokenizer,
 )
+from qklab.train.population import PopulationTrainer, refuse_population
 from qklab.train.progress import Display, format_duration
 from qklab.train.ranks import call_on_first_rank
 from qklab.train.recorder import RunRecorder
@@ -64,17 +66,37 @@ def train(
 
     Under torchrun call it on every rank. `data` is where corpora are looked for (by default $QKLAB_DATA).
     """
+    return train_population([spec], [folder or name_folder(spec)], execution, data=data, display=display)[0]
+
+
+def train_population(
+    specs: Sequence[RunSpec],
+    folders: Sequence[Path],
+    execution: ExecutionSpec | None = None,
+    *,
+    data: Path | None = None,
+    display: Display | None = None,
+) -> list[Outcome]:
+    """Train runs that differ in seed and in numbers of optimiser, schedule and logit control as one model, each in its
+    own run directory, continuing what is there.
+
+    Whatever has ended stays as it is. Runs that are at one step go on together.
+    """
     execution = execution or ExecutionSpec()
     machine = Machine.open(execution)
     display = display if display is not None and machine.main else Display()
     try:
-        spec = choose_precision(spec, machine)
-        if machine.device.type == "cpu" and (spec.precision == "bf16" or spec.optimiser.kind == "muon"):
+        specs = [choose_precision(spec, machine) for spec in specs]
+        if len(specs) != 1:
+            refuse_population(specs, machine)
+        if machine.device.type == "cpu" and (specs[0].precision == "bf16" or specs[0].optimiser.kind == "muon"):
             work_around_bf16(display.say)
-        directory = RunDirectory(folder or name_folder(spec))
-        with directory:
-            call_on_first_rank(lambda: directory.lock() and None)
-            return train_in(directory, spec, execution, machine, data, display)
+        directories = [RunDirectory(folder) for folder in folders]
+        with ExitStack() as held:
+            for directory in directories:
+                held.enter_context(directory)
+                call_on_first_rank(lambda directory=directory: directory.lock() and None)
+            return train_in(directories, specs, execution, machine, data, display)
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         raise RunError(
@@ -93,81 +115,210 @@ def choose_precision(spec: RunSpec, machine: Machine) -> RunSpec:
     return spec.replace(precision="bf16" if machine.device.type == "cuda" else "fp32")
 
 
+@dataclass(frozen=True)
+class OpenRun:
+    """A run that has not ended: its spec and directory, what run.json says, and from where it goes on."""
+
+    spec: RunSpec
+    directory: RunDirectory
+    record: dict[str, Any]
+    checkpoints: Checkpoints
+    found: Checkpoint | None
+    resumed: bool
+
+    @property
+    def step(self) -> int:
+        return 0 if self.found is None else self.found.step
+
+
 def train_in(
-    directory: RunDirectory,
-    spec: RunSpec,
+    directories: Sequence[RunDirectory],
+    specs: Sequence[RunSpec],
     execution: ExecutionSpec,
     machine: Machine,
     data: Path | None,
     display: Display,
-) -> Outcome:
-    old = call_on_first_rank(lambda: read_begun_run(directory))
-    if old is not None:
-        refuse_other_spec(directory, old["spec"], spec)
-        call_on_first_rank(lambda: discard_summary(directory, display.warn))
-        summary = call_on_first_rank(directory.summary)
-        intact = call_on_first_rank(lambda: has_tokenizer(directory, old["data"]["tokenizer"]))
-        if summary is not None and intact:
-            display.say(f"{directory.path} is already {summary['status']}; nothing to do.")
-            return Outcome(summary["status"], directory.path, summary)
-    corpus = open_corpus(spec, data, display, old["data"] if old is not None else None)
-    if old is not None:
-        refuse_other_data(directory, old["data"], corpus)
-        call_on_first_rank(lambda: restore_tokenizer(directory, corpus, display.warn))
-        if summary is not None:
-            return Outcome(summary["status"], directory.path, summary)
-        if execution.threads is None and machine.world == 1 and machine.device.type == "cpu":
-            torch.set_num_threads(old["environment"]["device"]["threads"])  # sums rounded as they were before
-    record = old or call_on_first_rank(lambda: begin_record(directory, spec, corpus, machine))
-    trainer = Trainer(spec, execution, corpus, machine)
-    checkpoints = Checkpoints(directory.checkpoints_path, execution.keep, run=record["id"], say=display.warn)
-    found = checkpoints.find_newest()
-    if found is not None:
+) -> list[Outcome]:
+    outcomes: dict[Path, Outcome] = {}
+    begun: list[tuple[RunSpec, RunDirectory, dict[str, Any] | None]] = []
+    for spec, directory in zip(specs, directories, strict=True):
+        old = call_on_first_rank(lambda directory=directory: read_begun_run(directory))
+        if old is not None:
+            refuse_other_spec(directory, old["spec"], spec)
+            call_on_first_rank(lambda directory=directory: discard_summary(directory, display.warn))
+            summary = call_on_first_rank(directory.summary)
+            if summary is not None and has_own_tokenizer(directory, old):
+                display.say(f"{directory.path} is already {summary['status']}; nothing to do.")
+                outcomes[directory.path] = Outcome(summary["status"], directory.path, summary)
+                continue
+        begun.append((spec, directory, old))
+    if begun:
+        runs, corpus = open_runs(begun, execution, machine, data, display)
+        for run in runs:
+            if summary := call_on_first_rank(run.directory.summary):  # only its tokenizer was missing
+                outcomes[run.directory.path] = Outcome(summary["status"], run.directory.path, summary)
+        for group in group_by_step([run for run in runs if run.directory.path not in outcomes]):
+            found = train_group(group, execution, corpus, machine, display)
+            outcomes |= {outcome.folder: outcome for outcome in found}
+            if any(outcome.status == "interrupted" for outcome in found):
+                break
+    missing = [Outcome("interrupted", directory.path, None) for directory in directories]
+    return [outcomes.get(outcome.folder, outcome) for outcome in missing]
+
+
+def has_own_tokenizer(directory: RunDirectory, record: dict[str, Any]) -> bool:
+    return call_on_first_rank(lambda: has_tokenizer(directory, record["data"]["tokenizer"]))
+
+
+def open_runs(
+    begun: Sequence[tuple[RunSpec, RunDirectory, dict[str, Any] | None]],
+    execution: ExecutionSpec,
+    machine: Machine,
+    data: Path | None,
+    display: Display,
+) -> tuple[list[OpenRun], Corpus]:
+    """What is there of each run, and the corpus they share."""
+    oldest = next((old for *_, old in begun if old is not None), None)
+    corpus = open_corpus(begun[0][0], data, display, oldest["data"] if oldest is not None else None)
+    if oldest is not None and execution.threads is None and machine.world == 1 and machine.device.type == "cpu":
+        torch.set_num_threads(oldest["environment"]["device"]["threads"])  # sums rounded as they were before
+    runs = []
+    for spec, directory, old in begun:
+        if old is not None:
+            refuse_other_data(directory, old["data"], corpus)
+            call_on_first_rank(lambda directory=directory: restore_tokenizer(directory, corpus, display.warn))
+        record = old or call_on_first_rank(
+            lambda directory=directory, spec=spec: begin_record(directory, spec, corpus, machine, len(begun))
+        )
+        kept = max(1, execution.keep)
+        checkpoints = Checkpoints(directory.checkpoints_path, kept, run=record["id"], say=display.warn)
+        runs.append(OpenRun(spec, directory, record, checkpoints, checkpoints.find_newest(), old is not None))
+    return runs, corpus
+
+
+def group_by_step(runs: Sequence[OpenRun]) -> list[list[OpenRun]]:
+    """Runs that can go on together, those furthest behind last.
+
+    A process killed while it saved leaves some runs a checkpoint ahead of others; they go back to the step that all
+    have, which is no more than a run alone would have lost. One whose checkpoint at that step is damaged catches up by
+    itself.
+    """
+    sound = [run.step for run in runs if not run.checkpoints.damaged] or [run.step for run in runs] or [0]
+    aligned = [align_run(run, min(sound)) for run in runs]
+    steps = sorted({run.step for run in aligned}, reverse=True)
+    return [[run for run in aligned if run.step == step] for step in steps]
+
+
+def align_run(run: OpenRun, step: int) -> OpenRun:
+    """The run at `step`, if it is further and still holds the checkpoint of that step."""
+    if run.step <= step:
+        return run
+    if step == 0:
+        return replace(run, found=None)
+    found = run.checkpoints.find_step(step)
+    return run if found is None else replace(run, found=found)
+
+
+def train_group(
+    runs: Sequence[OpenRun], execution: ExecutionSpec, corpus: Corpus, machine: Machine, display: Display
+) -> list[Outcome]:
+    """Train runs that are at one step to their end."""
+    specs = [run.spec for run in runs]
+    if len(runs) == 1:
+        trainer = Trainer(specs[0], execution, corpus, machine)
+    else:
+        trainer = PopulationTrainer(specs, execution, corpus, machine)
+    found = [run.found for run in runs if run.found is not None]
+    if found:
         trainer.restore(found)
-        display.say(f"resuming {directory.path} at step {found.step}.")
-    elif old is not None:
-        display.say(f"{directory.path} has no checkpoint yet; it begins again at step 0.")
+    describe_start(runs, machine, display)
+    with ExitStack() as open_recorders:
+        members = []
+        for run, state in zip(runs, trainer.states, strict=True):
+            recorder = open_recorders.enter_context(closing(open_recorder(run, execution, machine, display)))
+            if run.resumed:
+                append_resumption(recorder, state.step, machine, display)
+            members.append(Member(run.spec, state, recorder, run.checkpoints))
+        return complete_runs(Loop(trainer, members, display))
+
+
+def append_resumption(recorder: RunRecorder, step: int, machine: Machine, display: Display) -> None:
+    lost = call_on_first_rank(lambda: find_lost_steps(recorder.directory, step))
+    recorder.append("resume", step, ranks=machine.world)
+    if lost:
+        recorder.append("lost", step, steps=len(lost), first=lost[0], last=lost[-1])
+        display.warn(describe_lost_steps(recorder.directory, lost))
+
+
+def describe_start(runs: Sequence[OpenRun], machine: Machine, display: Display) -> None:
+    first, spec = runs[0], runs[0].spec
+    which = str(first.directory.path)
+    if len(runs) > 1:
+        which = f"{len(runs)} runs together, {which} to {runs[-1].directory.path.name}"
+    if first.found is not None:
+        display.say(f"resuming {which} at step {first.step}.")
+    elif first.resumed:
+        display.say(f"{which} {'has' if len(runs) == 1 else 'have'} no checkpoint yet; it begins again at step 0.")
     else:
         display.say(
-            f"{directory.path}: {spec.model.name}, {spec.model.parameters():,} parameters, {spec.precision} on "
-            f"{machine.device.type}, {spec.tokens_per_step:,} tokens a step."
+            f"{which}: {spec.model.name}, {spec.model.parameters():,} parameters, {spec.precision} on "
+            f"{machine.device.type}, {spec.tokens_per_step:,} tokens a step{' and run' * (len(runs) > 1)}."
         )
+
+
+def open_recorder(run: OpenRun, execution: ExecutionSpec, machine: Machine, display: Display) -> RunRecorder:
     names = [name.strip() for name in (execution.sinks or "").split(",") if name.strip() and machine.main]
-    sinks = Sinks(names, directory.path, directory.path.name, spec.to_dict(), display.say)
-    with closing(RunRecorder(directory, sinks)) as recorder:
-        if old is not None:
-            lost = call_on_first_rank(lambda: find_lost_steps(directory, trainer.state.step))
-            recorder.append("resume", trainer.state.step, ranks=machine.world)
-            if lost:
-                recorder.append("lost", trainer.state.step, steps=len(lost), first=lost[0], last=lost[-1])
-                display.warn(describe_lost_steps(directory, lost))
-        return complete_run(Loop(trainer, checkpoints, recorder, display))
+    path = run.directory.path
+    return RunRecorder(run.directory, Sinks(names, path, path.name, run.spec.to_dict(), display.say))
 
 
-def complete_run(loop: Loop) -> Outcome:
-    began, folder = time.perf_counter(), loop.recorder.directory.path
+def complete_runs(loop: Loop) -> list[Outcome]:
+    began = time.perf_counter()
+    outcomes: dict[str, Outcome] = {}
+
+    def end(member: Member, status: Status = "diverged", results: dict[str, Any] | None = None) -> None:
+        outcomes[member.name] = end_run(loop, member, status, results or {}, time.perf_counter() - began)
+
+    results: list[dict[str, Any]] = [{} for _ in loop.members]
     with StopRequest() as stop:
         try:
-            status = loop.run(stop)
-            call_on_first_rank(loop.checkpoints.wait)
-            results = evaluate_splits(loop, stop) if status == "finished" else {}
+            status = loop.run(stop, end)
+            for member in loop.members:
+                call_on_first_rank(member.checkpoints.wait)
+            if status == "finished":
+                results = evaluate_splits(loop, stop)
         except InterruptedEvaluationError:
-            status, results = "interrupted", {}
+            status = "interrupted"
         except BaseException:
-            with suppress(CheckpointError):  # an error is already on its way
-                loop.checkpoints.wait()
+            for member in loop.members:
+                with suppress(CheckpointError):  # an error is already on its way
+                    member.checkpoints.wait()
             raise
     if status == "interrupted":
+        folders = ", ".join(str(member.recorder.directory.path) for _, member in loop.live[:1])
+        more = f" and {len(loop.live) - 1} more" if len(loop.live) > 1 else ""
         loop.display.say(
             f"stopped by {stop.came or 'another rank'} at step {loop.state.step}, everything is saved; "
-            f"the same command continues {folder}."
+            f"the same command continues {folders}{more}."
         )
-        return Outcome(status, folder, None)
-    summary = summarise_run(loop, status, results, time.perf_counter() - began)
+    for member, result in zip(loop.members, results, strict=True):
+        if status == "interrupted" and not member.diverged:
+            outcomes[member.name] = Outcome(status, member.recorder.directory.path, None)
+        elif member.name not in outcomes:
+            end(member, status, result)
+    return [outcomes[member.name] for member in loop.members]
+
+
+def end_run(loop: Loop, member: Member, status: Status, results: dict[str, Any], wall: float) -> Outcome:
+    """Write the summary of a run that has ended."""
+    recorder = member.recorder
+    summary = summarise_run(loop, member, status, results, wall)
     for split, result in results.items():
-        loop.recorder.append("final", loop.state.step, split=split, **result)
-    loop.recorder.finish(summary)
-    return Outcome(status, folder, summary)
+        recorder.append("final", member.state.step, split=split, **result)
+    recorder.finish(summary)
+    if not loop.execution.keep:
+        call_on_first_rank(member.checkpoints.delete_all)
+    return Outcome(status, recorder.directory.path, summary)
 
 
 def open_corpus(spec: RunSpec, data: Path | None, display: Display, before: dict[str, Any] | None) -> Corpus:
@@ -201,7 +352,9 @@ def open_corpus(spec: RunSpec, data: Path | None, display: Display, before: dict
     return corpus
 
 
-def begin_record(directory: RunDirectory, spec: RunSpec, corpus: Corpus, machine: Machine) -> dict[str, Any]:
+def begin_record(
+    directory: RunDirectory, spec: RunSpec, corpus: Corpus, machine: Machine, members: int
+) -> dict[str, Any]:
     """Write run.json, and before it what belongs to every run."""
     record = {
         "id": uuid.uuid4().hex,
@@ -211,8 +364,13 @@ def begin_record(directory: RunDirectory, spec: RunSpec, corpus: Corpus, machine
         "commit": find_commit(),
         "data": {"folder": str(corpus.folder), "hash": corpus.hash, "tokenizer": corpus.tokenizer.hash},
         "environment": describe_environment(machine.describe()),
+<<<<<<< HEAD
     }
     corpus.tokenizer.save(directory.path / TOKENIZER)
+=======
+    } | ({"population": members} if members > 1 else {})
+    corpus.tokenizer.save(directory.path / "tokenizer.json")
+>>>>>>> 87641b7 (Populations: one loop for one run or many, each with its records, checkpoints and end)
     directory.write("run.json", record)
     return record
 

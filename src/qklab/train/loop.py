@@ -1,4 +1,4 @@
-"""The training loop: when to step, evaluate, probe and save.
+"""The training loop: when to step, evaluate, probe and save, for one run or for several that go together.
 
 After step s come, in this order: its record, an evaluation and a probe where due, then a checkpoint where due. So a
 checkpoint of step s always finds everything up to s recorded, and whatever is killed later is repeated from it.
@@ -6,62 +6,94 @@ checkpoint of step s always finds everything up to s recorded, and whatever is k
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import fmean
 from typing import Literal
 
-from qklab.data.batches import Batches
 from qklab.train.checkpoint import Checkpoints
+from qklab.train.population import PopulationTrainer
 from qklab.train.progress import Display, describe_step
 from qklab.train.ranks import sum_over_ranks
 from qklab.train.recorder import RunRecorder
 from qklab.train.signals import StopRequest
-from qklab.train.trainer import PendingStep, Trainer
+from qklab.train.spec import RunSpec
+from qklab.train.trainer import PendingStep, State, Trainer
 
 Status = Literal["finished", "interrupted", "diverged"]
 
 
-class Loop:
-    """Trains until the budget is spent, someone asks to stop, or the run diverges."""
+@dataclass
+class Member:
+    """One of the runs that a loop trains: what it is, how far it is, and where it is written down."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        checkpoints: Checkpoints,
-        recorder: RunRecorder,
-        display: Display,
-    ):
-        self.trainer, self.checkpoints, self.recorder, self.display = trainer, checkpoints, recorder, display
+    spec: RunSpec
+    state: State
+    recorder: RunRecorder
+    checkpoints: Checkpoints
+    diverged: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.recorder.directory.path.name
+
+    def append_step(self, step: int, nats: float, norm: float, lr: float, finite: bool, speed: float) -> None:
+        values = {"loss": nats, "lr": lr, "grad_norm": norm}
+        skipped = {} if finite else {"skipped": True}
+        clock = {"seconds": self.state.seconds, "tokens_per_second": speed}
+        self.recorder.append(
+            "train", step, tokens=step * self.spec.tokens_per_step, **values, **skipped, time=clock
+        )
+        self.recorder.log(step, **values)
+
+    def describe_skip(self, step: int, nats: float, norm: float) -> str:
+        skipped, limit = self.state.skipped, self.spec.max_skips
+        which = f"{skipped} of at most {limit}" if skipped <= limit else "one too many: it has diverged"
+        return (
+            f"step {step}: the loss ({nats}) or the gradient's norm ({norm}) is not finite; the step is skipped, "
+            f"{which}."
+        )
+
+
+class Loop:
+    """Trains until the budget is spent, someone asks to stop, or every run has diverged.
+
+    All its runs have one budget and are at one step; each has its own records, checkpoints and best loss. One that
+    diverges ends there, and the others do not notice.
+    """
+
+    def __init__(self, trainer: Trainer | PopulationTrainer, members: Sequence[Member], display: Display):
+        self.trainer, self.members, self.display = trainer, list(members), display
         self.spec, self.execution, self.machine = trainer.spec, trainer.execution, trainer.machine
-        self.state = trainer.state
+        self.state = self.members[0].state  # all have the same step and the same share of the time
         self.spent: dict[str, float] = dict.fromkeys(("evaluation", "probes", "checkpoints", "first step"), 0.0)
         self.last_save = time.monotonic()
 
-    def run(self, stop: StopRequest) -> Status:
-        """Train from the present state."""
-        batches = Batches(
-            self.trainer.order, self.state.step, self.machine.rank, self.machine.world, self.machine.device
-        )
+    def run(self, stop: StopRequest, end: Callable[[Member], None] = lambda member: None) -> Status:
+        """Train from the present state; `end` is told of each run that diverges while others go on."""
+        batches = self.trainer.read_batches(self.state.step)
         pending: PendingStep | None = None
         first = True
         try:
             while self.progress() < 1:
                 before, began = self.progress(), time.perf_counter()
-                lr = self.spec.optimiser.lr * self.spec.schedule.factor(self.upcoming())
-                earlier, pending = pending, self.trainer.step(next(batches), lr)
+                done = self.upcoming()
+                lrs = [member.spec.optimiser.lr * member.spec.schedule.factor(done) for member in self.members]
+                earlier, pending = pending, self.trainer.step(next(batches), lrs)
                 self.finish_step(earlier)
                 if first or not self.trainer.deferred:
                     pending = self.finish_step(pending)
                 self.count(time.perf_counter() - began, first)
                 stopping = self.stopping(stop)
-                if stopping or self.state.skipped > self.spec.max_skips or self.something_due(before):
+                if stopping or self.find_diverging() or self.something_due(before):
                     pending = self.finish_step(pending)
-                if self.state.skipped > self.spec.max_skips:
+                if not self.retire_diverging(end):
                     return "diverged"
                 improved = self.evaluate_where_due(before)
                 if first:
                     first, self.last_save = False, time.monotonic()
-                if self.progress() >= 1 or stopping or improved or self.checkpoint_due():
+                if self.save_due(any(improved), stopping):
                     pending = self.finish_step(pending)
                     self.save(improved)
                 if stopping and self.progress() < 1:
@@ -70,24 +102,62 @@ class Loop:
             batches.close()
         return "finished"
 
+    @property
+    def live(self) -> list[tuple[int, Member]]:
+        """The runs that go on, each with its place among all."""
+        return [(run, member) for run, member in enumerate(self.members) if not member.diverged]
+
     def finish_step(self, pending: PendingStep | None) -> None:
         """Wait for a step and record it."""
-        if pending is not None:
-            nats, norm = pending.values()
+        if pending is None:
+            return
+        values, speed = pending.values(), self.tokens_per_second()
+        for run, member in self.live:
+            nats, norm = values[run]
             finite = math.isfinite(nats) and math.isfinite(norm)
-            self.state.skipped += not finite
-            self.record_step(pending.step, nats, norm, pending.lr, finite)
+            member.state.skipped += not finite
+            member.append_step(pending.step, nats, norm, pending.lrs[run], finite, speed)
+            if not finite:
+                which = f"{member.name}: " if len(self.members) > 1 else ""
+                self.display.say(which + member.describe_skip(pending.step, nats, norm))
+        shown = fmean(values[run][0] for run, _ in self.live)
+        self.display.show(
+            min(1.0, self.progress()),
+            describe_step(pending.step, self.spec.steps, shown, speed, self.estimate_seconds_left()),
+        )
+
+    def estimate_seconds_left(self) -> float | None:
+        state = self.state
+        if not self.progress() or not state.timed_steps:
+            return None
+        if self.spec.steps is None:
+            return self.spec.budget.seconds - state.seconds
+        return (self.spec.steps - state.step) * len(self.members) * state.seconds / state.timed_steps
+
+    def find_diverging(self) -> list[tuple[int, Member]]:
+        return [(run, member) for run, member in self.live if member.state.skipped > member.spec.max_skips]
+
+    def retire_diverging(self, end: Callable[[Member], None]) -> bool:
+        """Let runs that have diverged end here; whether any is left."""
+        for run, member in self.find_diverging():
+            member.diverged = True
+            if self.live:
+                self.trainer.retire(run)
+                end(member)
+        return bool(self.live)
 
     def something_due(self, before: float) -> bool:
         evaluation = self.spec.evaluation.times
         return self.progress() >= 1 or self.due(evaluation, before) or self.due(self.spec.probes, before)
 
     def count(self, seconds: float, first: bool) -> None:
+        """Add the time of a step, of which each run takes its share."""
         if first:
             self.spent["first step"] += seconds
-        else:
-            self.state.timed_steps += 1
-            self.state.seconds += seconds
+            return
+        for member in self.members:
+            member.state.timed_steps += 1
+            member.state.seconds += seconds / len(self.members)
         if self.machine.world > 1 and self.spec.budget.seconds is not None:  # rank 0's clock is everyone's
             self.state.seconds = sum_over_ranks(self.state.seconds if self.machine.main else 0.0)[0]
 
@@ -110,10 +180,16 @@ class Loop:
 
     def stopping(self, stop: StopRequest) -> bool:
         """Whether someone asked to stop; raises on all ranks what the main one could not record."""
-        asked, failed = sum_over_ranks(stop.came is not None, self.recorder.failure is not None)
+        failures = [member.recorder.failure for member in self.members]
+        asked, failed = sum_over_ranks(stop.came is not None, any(failure is not None for failure in failures))
         if failed:
-            self.recorder.flush()
+            self.flush()
         return asked > 0
+
+    def save_due(self, improved: bool, stopping: bool) -> bool:
+        if stopping or self.checkpoint_due():
+            return self.execution.keep > 0 or self.progress() < 1
+        return self.execution.keep > 0 and (improved or self.progress() >= 1)
 
     def checkpoint_due(self) -> bool:
         if self.execution.checkpoint_steps is not None:
@@ -121,56 +197,28 @@ class Loop:
         late = time.monotonic() - self.last_save > 60 * self.execution.checkpoint_minutes
         return sum_over_ranks(late and self.machine.main)[0] > 0
 
-    def record_step(self, step: int, nats: float, norm: float, lr: float, finite: bool) -> None:
-        state, speed = self.state, self.tokens_per_second()
-        values = {"loss": nats, "lr": lr, "grad_norm": norm}
-        skipped = {} if finite else {"skipped": True}
-        clock = {"seconds": state.seconds, "tokens_per_second": speed}
-        self.recorder.append("train", step, tokens=step * self.spec.tokens_per_step, **values, **skipped, time=clock)
-        self.recorder.log(step, **values)
-        if not finite:
-            limit = self.spec.max_skips
-            which = f"{state.skipped} of at most {limit}" if state.skipped <= limit else "one too many: it has diverged"
-            self.display.say(
-                f"step {step}: the loss ({nats}) or the gradient's norm ({norm}) is not finite; the step is skipped, "
-                f"{which}."
-            )
-        done, left = self.progress(), None
-        if done > 0 and state.timed_steps:
-            each = state.seconds / state.timed_steps
-            left = (
-                self.spec.budget.seconds - state.seconds
-                if self.spec.steps is None
-                else (self.spec.steps - state.step) * each
-            )
-        self.display.show(min(1.0, done), describe_step(step, self.spec.steps, nats, speed, left))
-
     def tokens_per_second(self) -> float:
-        """Over all training steps but the first."""
+        """Over all training steps but the first; what all runs see counts."""
         return self.state.timed_steps * self.spec.tokens_per_step / self.state.seconds if self.state.seconds else 0.0
 
-    def evaluate_where_due(self, before: float) -> bool:
-        """Evaluate and probe if it is time; whether validation was the best so far."""
-        improved = False
+    def evaluate_where_due(self, before: float) -> list[bool]:
+        """Evaluate and probe if it is time; of each run whether validation was its best so far."""
+        improved = [False] * len(self.members)
         if self.due(self.spec.evaluation.times, before) and "valid" in self.trainer.windows:
             with self.measure_time("evaluation"):
-                result = self.trainer.evaluate("valid", self.spec.evaluation.tokens)
-            improved = math.isfinite(result.loss) and (self.state.best is None or result.loss < self.state.best)
-            if improved:
-                self.state.best, self.state.best_step = result.loss, self.state.step
-            self.recorder.append("evaluation", self.state.step, split="valid", **result.to_dict())
-            self.recorder.log(self.state.step, validation_loss=result.loss, bits_per_byte=result.bits_per_byte)
+                results = self.trainer.evaluate("valid", self.spec.evaluation.tokens)
+            for run, member in self.live:
+                state, result = member.state, results[run]
+                improved[run] = math.isfinite(result.loss) and (state.best is None or result.loss < state.best)
+                if improved[run]:
+                    state.best, state.best_step = result.loss, state.step
+                member.recorder.append("evaluation", state.step, split="valid", **result.to_dict())
+                member.recorder.log(state.step, validation_loss=result.loss, bits_per_byte=result.bits_per_byte)
         if self.due(self.spec.probes, before):
             with self.measure_time("probes"):
-                self.take_probe()
+                for run, member in self.live:
+                    member.recorder.write_probe(member.state.step, self.trainer.take_probe(run))
         return improved
-
-    def take_probe(self) -> None:
-        """Keep what the probe finds as probes/step-….json."""
-        record = {"layers": self.trainer.take_probe()}
-        if factors := self.trainer.factors():
-            record["factors"] = factors
-        self.recorder.write_probe(self.state.step, record)
 
     @contextmanager
     def measure_time(self, what: str) -> Iterator[None]:
@@ -178,8 +226,14 @@ class Loop:
         yield
         self.spent[what] += time.perf_counter() - began
 
-    def save(self, best: bool) -> None:
+    def flush(self) -> None:
+        for member in self.members:
+            member.recorder.flush()
+
+    def save(self, best: Sequence[bool]) -> None:
+        """A checkpoint of every run that goes on, all of one step."""
         with self.measure_time("checkpoints"):
-            self.recorder.flush()
-            self.checkpoints.save(self.trainer.snapshot(), best=best)
+            self.flush()
+            for run, member in self.live:
+                member.checkpoints.save(self.trainer.snapshot(run), best=best[run])
             self.last_save = time.monotonic()

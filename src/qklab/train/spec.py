@@ -91,7 +91,8 @@ class ExecutionSpec(Spec):
     default all of the rank's. `recompute`: what backward passes compute again instead of keeping it (see
     `Decoder.recompute`). `parallel`: how several ranks share the model. `threads`: by default the machine's cores
     shared by its ranks. A checkpoint is due every `checkpoint_minutes`, or every `checkpoint_steps` if given, at every
-    evaluation that is the best so far, and at the end; the last `keep` and the best stay.
+    evaluation that is the best so far, and at the end; the last `keep` and the best stay. With `keep` 0 they are there
+    only to go on from, and gone once the run has ended.
     """
 
     device: Literal["auto", "cpu", "cuda"] = choice_field("auto", ("auto", "cpu", "cuda"))
@@ -102,7 +103,7 @@ class ExecutionSpec(Spec):
     threads: int = integer_field(None)
     checkpoint_minutes: float = number_field(5.0, above=0.0)
     checkpoint_steps: int = integer_field(None)
-    keep: int = integer_field(2)
+    keep: int = integer_field(2, at_least=0)
     sinks: str = checked_field(sink_names, None)
 
 

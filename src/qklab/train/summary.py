@@ -12,7 +12,7 @@ import torch
 from qklab.data.shards import Corpus, Split
 from qklab.runs.directory import EVALUATING
 from qklab.train.evaluate import EvaluationSums
-from qklab.train.loop import Loop, Status
+from qklab.train.loop import Loop, Member, Status
 from qklab.train.machine import Machine
 from qklab.train.signals import StopRequest
 
@@ -23,9 +23,10 @@ class InterruptedEvaluationError(Exception):
     """Someone asked to stop during the final evaluation; all that was done is saved."""
 
 
-def evaluate_splits(loop: Loop, stop: StopRequest) -> dict[str, dict[str, Any]]:
-    """Validation and test, as much of each as the spec says; stopped, it goes on where it was."""
-    results, tokens = dict[str, dict[str, Any]](), loop.spec.final_tokens
+def evaluate_splits(loop: Loop, stop: StopRequest) -> list[dict[str, dict[str, Any]]]:
+    """Of each run validation and test, as much of each as the spec says; stopped, it goes on where it was."""
+    results: list[dict[str, dict[str, Any]]] = [{} for _ in loop.members]
+    tokens = loop.spec.final_tokens
     begun = read_begun_evaluation(loop)
     saved_at = time.monotonic()
     for split, windows in loop.trainer.windows.items():
@@ -38,30 +39,34 @@ def evaluate_splits(loop: Loop, stop: StopRequest) -> dict[str, dict[str, Any]]:
             stopped = stop.came is not None
             if loop.machine.world == 1 and (stopped or time.monotonic() - saved_at > SAVE_SECONDS):
                 saved_at = time.monotonic()
-                states = {name: own.to_dict() for name, own in begun.items()}
-                loop.recorder.directory.write(EVALUATING, {"step": loop.state.step, "splits": states})
+                for run, member in loop.live:
+                    states = {name: own.describe(run) for name, own in begun.items()}
+                    member.recorder.directory.write(EVALUATING, {"step": loop.state.step, "splits": states})
                 if stopped:
                     raise InterruptedEvaluationError
             loop.display.show(1.0, f"{what}: {done:.0%}")
 
         with loop.measure_time("evaluation"):
-            results[split] = loop.trainer.evaluate(split, tokens, tick, sums).to_dict()
-        results[split]["split_tokens"] = windows.split.tokens
-        results[split]["unigram_loss"] = measure_unigram_loss(loop.trainer.corpus, split)
+            found = loop.trainer.evaluate(split, tokens, tick, sums)
+        unigram = measure_unigram_loss(loop.trainer.corpus, split)
+        about = {"split_tokens": windows.split.tokens, "unigram_loss": unigram}
+        for result, evaluation in zip(results, found, strict=True):
+            result[split] = evaluation.to_dict() | about
     return results
 
 
 def read_begun_evaluation(loop: Loop) -> dict[str, EvaluationSums]:
     """How far a process before this one came with the final evaluation: split → its sums."""
-    path = loop.recorder.directory.path / EVALUATING
-    if loop.machine.world > 1 or not path.exists():
+    paths = [member.recorder.directory.path / EVALUATING for _, member in loop.live]
+    if loop.machine.world > 1 or len(loop.live) < len(loop.members) or not all(path.exists() for path in paths):
         return {}
     try:
-        begun = json.loads(path.read_bytes())
-        if begun["step"] == loop.state.step:
-            return {split: EvaluationSums(**sums) for split, sums in begun["splits"].items()}
+        begun = [json.loads(path.read_bytes()) for path in paths]
+        if all(one["step"] == loop.state.step for one in begun):
+            first = begun[0]["splits"]
+            return {split: EvaluationSums.gather([one["splits"][split] for one in begun]) for split in first}
     except (ValueError, KeyError, TypeError):
-        loop.display.say(f"{path} is damaged; the final evaluation begins again.")
+        loop.display.say(f"{paths[0]} is damaged; the final evaluation begins again.")
     return {}
 
 
@@ -79,8 +84,8 @@ def measure_unigram_loss(corpus: Corpus, split: str) -> float:
     return float(-(test * np.log(train / train.sum())).sum() / test.sum())
 
 
-def summarise_run(loop: Loop, status: Status, results: dict[str, Any], wall: float) -> dict[str, Any]:
-    spec, state = loop.spec, loop.state
+def summarise_run(loop: Loop, member: Member, status: Status, results: dict[str, Any], wall: float) -> dict[str, Any]:
+    spec, state = member.spec, member.state
     tokens = state.step * spec.tokens_per_step
     return {
         "status": status,
@@ -97,7 +102,7 @@ def summarise_run(loop: Loop, status: Status, results: dict[str, Any], wall: flo
         "tokens_per_second": loop.tokens_per_second(),
         "peak_memory_bytes": measure_peak_memory(loop.machine),
         "seconds_of_last_process": {"all": wall} | loop.spent,
-    }
+    } | ({"population": len(loop.members)} if len(loop.members) > 1 else {})
 
 
 def describe_training_text(corpus: Corpus) -> dict[str, Any]:

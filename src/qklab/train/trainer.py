@@ -1,6 +1,6 @@
 """What can be done to a model in training: a step, an evaluation, a probe, a snapshot. When, is the loop's business."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from qklab.data.batches import Batch, EvaluationWindows
+from qklab.data.batches import Batch, Batches, EvaluationWindows
 from qklab.data.order import Order
 from qklab.data.shards import Corpus
 from qklab.model.decoder import Decoder
@@ -43,68 +43,60 @@ class State:
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A step under way: its loss and gradient norm are known once the device has got that far."""
+    """A step under way: its loss and gradient norm, for each run, are known once the device has got that far."""
 
     step: int
-    lr: float
-    outcome: Tensor  # [2] on the host
+    lrs: Sequence[float]
+    outcome: Tensor  # [runs, 2] on the host
     arrived: torch.cuda.Event | None
 
     @classmethod
-    def of(cls, step: int, lr: float, outcome: Tensor) -> Self:
+    def of(cls, step: int, lrs: Sequence[float], outcome: Tensor) -> Self:
         if not outcome.is_cuda:
-            return cls(step, lr, outcome, None)
-        host = torch.empty(2, dtype=outcome.dtype, pin_memory=True).copy_(outcome, non_blocking=True)
+            return cls(step, lrs, outcome, None)
+        host = torch.empty(outcome.shape, dtype=outcome.dtype, pin_memory=True).copy_(outcome, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        return cls(step, lr, host, arrived)
+        return cls(step, lrs, host, arrived)
 
-    def values(self) -> tuple[float, float]:
+    def values(self) -> list[tuple[float, float]]:
         if self.arrived is not None:
             self.arrived.synchronize()
-        nats, norm = self.outcome.tolist()
-        return nats, norm
+        return [(nats, norm) for nats, norm in self.outcome.tolist()]
 
 
 class Trainer:
-    """One run's model, optimiser and data on one rank."""
+    """One run's model, optimiser and data on one rank.
+
+    What is asked of it goes by run, of which there is one here and are several in `PopulationTrainer`.
+    """
 
     def __init__(self, spec: RunSpec, execution: ExecutionSpec, corpus: Corpus, machine: Machine):
         self.spec, self.execution, self.corpus, self.machine = spec, execution, corpus, machine
         self.bf16 = spec.precision == "bf16"
-        self.state = State()
+        self.states = [State()]
         with torch.device("cpu"):
             decoder = Decoder(spec.model, seed=spec.seed)
         self.objective = Objective(decoder.to(machine.device), spec.z_loss)
         self.call = distribute_objective(self.objective, execution, machine, self.bf16)
         self.optimiser = Optimiser(spec.optimiser, decoder, spec.logit_control)
-        packed = spec.batch.packing == "packed"
-        self.order = Order(
-            corpus.splits["train"], spec.seed, spec.batch.sequences, spec.model.context, spec.batch.packing
-        )
-        self.windows = {
-            name: EvaluationWindows(split, spec.model.context, corpus.tokenizer.eot, packed)
-            for name, split in corpus.splits.items()
-            if name != "train" and split.tokens
-        }
-        self.probe = self.make_probe()
+        self.order = order_windows(spec, corpus)
+        self.windows = split_windows(spec, corpus)
+        self.probe = make_probe(spec, self.windows)
 
     @property
     def decoder(self) -> Decoder:
         return self.objective.decoder
 
-    def make_probe(self) -> Probe:
-        """The probe's fixed batch: the first validation windows, cut short."""
-        wanted, name = self.spec.evaluation, "valid" if "valid" in self.windows else next(iter(self.windows))
-        windows = self.windows[name]
-        batch = windows.batch(windows.select_windows(None)[: wanted.probe_rows])
-        cut = min(wanted.probe_tokens, self.spec.model.context)
-        return Probe(batch.ids[:, :cut], None if batch.segments is None else batch.segments[:, :cut])
+    def read_batches(self, start: int) -> Batches:
+        """What steps `start`, `start` + 1, … see."""
+        return Batches(self.order, start, self.machine.rank, self.machine.world, self.machine.device)
 
-    def step(self, batch: Batch, lr: float) -> PendingStep:
+    def step(self, batch: Batch, lrs: Sequence[float]) -> PendingStep:
         """Forward, backward and update on one global batch; nothing changes if loss or gradient is not finite."""
+        (state,), (lr,) = self.states, lrs
         if self.spec.model.dropout:
-            torch.manual_seed(seed_of(self.spec.seed, f"dropout/{self.state.step}/{self.machine.rank}"))
+            torch.manual_seed(seed_of(self.spec.seed, f"dropout/{state.step}/{self.machine.rank}"))
         rows = min(self.execution.rows or len(batch.ids), len(batch.ids))
         parts = batch.micro_batches(rows)
         total = torch.zeros((), device=self.machine.device, dtype=torch.float32)
@@ -127,8 +119,8 @@ class Trainer:
                 nn.utils.clip_grads_with_norm_(parameters, self.spec.optimiser.clip, norm)
             self.optimiser.step(lr, skip=None if waits else wrong)
         self.optimiser.zero_grad()
-        self.state.step += 1
-        return PendingStep.of(self.state.step, lr, outcome)
+        state.step += 1
+        return PendingStep.of(state.step, lrs, outcome[None])
 
     @property
     def deferred(self) -> bool:
@@ -150,7 +142,8 @@ class Trainer:
         tokens: int | None,
         tick: Callable[[float], None] = lambda done: None,
         sums: EvaluationSums | None = None,
-    ) -> Evaluation:
+    ) -> list[Evaluation]:
+        """Each run's loss."""
         rows = self.execution.rows or max(1, min(self.spec.batch.sequences // self.machine.world, 64))
         result = evaluate_windows(
             self.objective,
@@ -166,18 +159,13 @@ class Trainer:
         release_gathered(self.objective)
         return result
 
-    def take_probe(self) -> dict[str, Any]:
-        """Attention on the probe batch."""
-        return self.probe.measure(gather_decoder(self.decoder) if self.sharded else self.decoder)
+    def take_probe(self, run: int) -> dict[str, Any]:
+        """Attention on the probe batch, and what logit control did at the last step."""
+        layers = self.probe.measure(gather_decoder(self.decoder) if self.sharded else self.decoder)
+        return {"layers": layers} | describe_factors(self.optimiser.factors())
 
-    def factors(self) -> dict[str, Any]:
-        """What logit control did at the last step: layer → part → a number per head; nothing without it."""
-        if self.optimiser.control is None:
-            return {}
-        return {
-            name: {symbol: round_numbers(values.tolist()) for symbol, values in parts.items()}
-            for name, parts in self.optimiser.control.factors().items()
-        }
+    def retire(self, run: int) -> None:
+        """Train on without a run that has diverged; alone it has ended."""
 
     @property
     def sharded(self) -> bool:
@@ -188,21 +176,63 @@ class Trainer:
         model = {f"model.{name}": tensor.detach() for name, tensor in named_weights(self.decoder)}
         return model | {f"optimiser.{name}": tensor for name, tensor in self.optimiser.tensors().items()}
 
-    def snapshot(self) -> Snapshot:
-        """Everything that training continues from. Random numbers need no state: each step's follow from (seed, step,
-        rank)."""
-        probe = {f"probe.{name}": tensor for name, tensor in self.probe.state().items()}
-        state = asdict(self.state) | {"validation_loss": self.state.best, "seed": self.spec.seed}
-        return Snapshot(self.state.step, self.tensors() | probe, state)
+    def snapshot(self, run: int) -> Snapshot:
+        return take_snapshot(self.spec, self.states[run], self.tensors(), self.probe)
 
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Continue from a checkpoint."""
+    def restore(self, checkpoints: Sequence[Checkpoint]) -> None:
+        """Continue each run from its checkpoint."""
+        (checkpoint,) = checkpoints
         self.optimiser.materialise()
-        probe = checkpoint.read_tensors("probe.")
-        checkpoint.load_into(self.tensors() | probe)
-        self.probe.restore({name.removeprefix("probe."): tensor for name, tensor in probe.items()})
-        fields = State.__dataclass_fields__
-        self.state = State(**{name: value for name, value in checkpoint.state.items() if name in fields})
+        self.states = [load_checkpoint(checkpoint, self.tensors(), self.probe)]
+
+
+def order_windows(spec: RunSpec, corpus: Corpus) -> Order:
+    """Which text the run sees when."""
+    batch = spec.batch
+    return Order(corpus.splits["train"], spec.seed, batch.sequences, spec.model.context, batch.packing)
+
+
+def split_windows(spec: RunSpec, corpus: Corpus) -> dict[str, EvaluationWindows]:
+    """What there is to evaluate on."""
+    return {
+        name: EvaluationWindows(split, spec.model.context, corpus.tokenizer.eot, spec.batch.packing == "packed")
+        for name, split in corpus.splits.items()
+        if name != "train" and split.tokens
+    }
+
+
+def make_probe(spec: RunSpec, splits: Mapping[str, EvaluationWindows]) -> Probe:
+    """A probe on a fixed batch: the first validation windows, cut short."""
+    wanted, windows = spec.evaluation, splits["valid" if "valid" in splits else next(iter(splits))]
+    batch = windows.batch(windows.select_windows(None)[: wanted.probe_rows])
+    cut = min(wanted.probe_tokens, spec.model.context)
+    return Probe(batch.ids[:, :cut], None if batch.segments is None else batch.segments[:, :cut])
+
+
+def describe_factors(factors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Any]:
+    """For a probe's record, layer → part → a number per head; nothing where nothing was controlled."""
+    table = {
+        name: {symbol: round_numbers(values.tolist()) for symbol, values in parts.items()}
+        for name, parts in factors.items()
+    }
+    return {"factors": table} if table else {}
+
+
+def take_snapshot(spec: RunSpec, state: State, tensors: dict[str, Tensor], probe: Probe) -> Snapshot:
+    """Everything that a run continues from. Random numbers need no state: each step's follow from (seed, step,
+    rank)."""
+    probed = {f"probe.{name}": tensor for name, tensor in probe.state().items()}
+    about = asdict(state) | {"validation_loss": state.best, "seed": spec.seed}
+    return Snapshot(state.step, tensors | probed, about)
+
+
+def load_checkpoint(checkpoint: Checkpoint, tensors: dict[str, Tensor], probe: Probe) -> State:
+    """Fill a run's tensors and its probe; how far it is."""
+    probed = checkpoint.read_tensors("probe.")
+    checkpoint.load_into(tensors | probed)
+    probe.restore({name.removeprefix("probe."): tensor for name, tensor in probed.items()})
+    fields = State.__dataclass_fields__
+    return State(**{name: value for name, value in checkpoint.state.items() if name in fields})
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ import errno
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,17 @@ class Checkpoints:
     def find_best(self) -> Checkpoint | None:
         """The last checkpoint that was saved as the best."""
         return call_on_first_rank(lambda: self.search(best=True))
+
+    def find_step(self, step: int) -> Checkpoint | None:
+        """The checkpoint of this step, if there is one and it is whole."""
+        with suppress(CheckpointError):
+            return store.verify_checkpoint(self.folder / f"step-{step:010d}", self.run)
+        return None
+
+    def delete_all(self) -> None:
+        """Leave none: nobody will go on from them."""
+        self.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def search(self, best: bool) -> Checkpoint | None:
         self.wait()

@@ -1,0 +1,216 @@
+"""Many runs in one step: runs of one shape that differ in seed and in the numbers of optimiser and schedule.
+
+A small model cannot fill a GPU. Here S of them are one stacked model (`qklab.stack`) under one compiled step, whose loss
+is a vector; the optimiser updates each member with its own numbers. Each stays a run: what it computes is, up to
+rounding, what it would compute alone.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qklab.data.batches import Batch, Batches
+from qklab.data.order import Order, Windows
+from qklab.data.shards import Corpus
+from qklab.model.decoder import Decoder
+from qklab.model.stack import list_unstackable, stack, view_member
+from qklab.optim.population import PopulationOptimiser, measure_gradient_norms
+from qklab.runs.directory import RunError
+from qklab.schema import describe_change
+from qklab.train.checkpoint import Checkpoint, Snapshot
+from qklab.train.evaluate import Evaluation, EvaluationSums, evaluate_windows
+from qklab.train.machine import Machine
+from qklab.train.objective import Objective
+from qklab.train.parallel import should_compile
+from qklab.train.spec import ExecutionSpec, RunSpec
+from qklab.train.trainer import (
+    PendingStep,
+    State,
+    describe_factors,
+    load_checkpoint,
+    make_probe,
+    order_windows,
+    split_windows,
+    take_snapshot,
+)
+
+WARM_UP = 3  # steps before one is recorded as a CUDA graph: by then everything is compiled and allocated
+
+
+class SharedOrder:
+    """The orders of several runs as one: windows [U, B, T] of the U that differ."""
+
+    def __init__(self, orders: Sequence[Order]):
+        self.orders = orders
+
+    def samples(self, step: int, rank: int = 0, world: int = 1) -> range:
+        return self.orders[0].samples(step, rank, world)
+
+    def rows(self, step: int, rank: int = 0, world: int = 1) -> Windows:
+        parts = [order.rows(step, rank, world) for order in self.orders]
+        ids = np.stack([part.ids for part in parts])
+        packed = [part.segments for part in parts if part.segments is not None]
+        return Windows(ids, np.stack(packed) if packed else None)
+
+
+class PopulationTrainer:
+    """S runs' models, optimisers and data on one device; asked by run, as `Trainer` is."""
+
+    def __init__(self, specs: Sequence[RunSpec], execution: ExecutionSpec, corpus: Corpus, machine: Machine):
+        refuse_population(specs, machine)
+        self.specs, self.spec, self.execution, self.corpus, self.machine = specs, specs[0], execution, corpus, machine
+        self.bf16 = self.spec.precision == "bf16"
+        self.states = [State() for _ in specs]
+        with torch.device("cpu"):
+            self.decoder = stack([Decoder(spec.model, seed=spec.seed) for spec in specs]).to(machine.device)
+        self.decoder.recompute(execution.recompute)
+        self.objective = Objective(self.decoder, self.spec.z_loss)
+        compiles = should_compile(execution, machine)
+        self.call = torch.compile(self.objective, dynamic=False) if compiles else self.objective
+        controls = [spec.logit_control for spec in specs]
+        self.optimiser = PopulationOptimiser([spec.optimiser for spec in specs], self.decoder, controls)
+        seeds = list(dict.fromkeys(spec.seed for spec in specs))
+        self.orders = SharedOrder([order_windows(self.spec.replace(seed=seed), corpus) for seed in seeds])
+        self.reads = torch.tensor([seeds.index(spec.seed) for spec in specs], device=machine.device)
+        self.windows = split_windows(self.spec, corpus)
+        self.probes = [make_probe(spec, self.windows) for spec in specs]
+        self.retired = torch.zeros(len(specs), dtype=torch.bool, device=machine.device)
+        self.graph: StepGraph | None = None
+        self.steps_done = 0
+
+    @property
+    def deferred(self) -> bool:
+        """Whether the host goes on to the next step before it knows how this one went."""
+        return self.machine.device.type == "cuda"
+
+    def read_batches(self, start: int) -> Batches:
+        """What steps `start`, `start` + 1, … see: rows [U, B, T] of the runs whose order differs."""
+        return Batches(self.orders, start, 0, 1, self.machine.device)
+
+    def step(self, batch: Batch, lrs: Sequence[float]) -> PendingStep:
+        """Forward, backward and update of every run on its own rows; nothing changes for one whose loss or gradient is
+        not finite."""
+        rates = torch.tensor(lrs, dtype=torch.float64).to(self.machine.device, non_blocking=True)
+        if self.machine.device.type == "cuda" and self.graph is None and self.steps_done >= WARM_UP:
+            self.graph = StepGraph(self.advance, batch, rates)
+        outcome = self.advance(batch, rates) if self.graph is None else self.graph(batch, rates)
+        self.steps_done += 1
+        for state in self.states:
+            state.step += 1
+        return PendingStep.of(self.states[0].step, lrs, outcome)
+
+    def advance(self, batch: Batch, lrs: Tensor) -> Tensor:
+        """One step on the device, which the host need not wait for: loss and gradient norm of each run, [S, 2]."""
+        self.optimiser.zero_grad()
+        ids, targets, segments = (None if t is None else t[self.reads] for t in batch)
+        with torch.autocast(self.machine.device.type, torch.bfloat16, enabled=self.bf16):
+            losses, nll = self.call(ids, targets, segments)
+        losses.sum().backward()
+        norms = measure_gradient_norms(self.decoder)
+        outcome = torch.stack([nll.double(), norms.double()], 1)
+        self.optimiser.step(lrs, ~outcome.isfinite().all(1) | self.retired, norms)
+        return outcome
+
+    def retire(self, run: int) -> None:
+        """Train on without a run that has diverged; what it holds no longer changes."""
+        self.retired[run] = True
+
+    def evaluate(
+        self,
+        split: str,
+        tokens: int | None,
+        tick: Callable[[float], None] = lambda done: None,
+        sums: EvaluationSums | None = None,
+    ) -> list[Evaluation]:
+        """Each run's loss."""
+        return evaluate_windows(
+            self.objective,
+            self.windows[split],
+            self.corpus.tokenizer.byte_lengths,
+            self.machine,
+            tokens=tokens,
+            rows=max(1, min(self.spec.batch.sequences, 64)),
+            bf16=self.bf16,
+            tick=tick,
+            sums=sums,
+            members=len(self.specs),
+        )
+
+    def take_probe(self, run: int) -> dict[str, Any]:
+        """Attention on the probe batch, and what logit control did at the last step."""
+        layers = self.probes[run].measure(view_member(self.decoder, run))
+        return {"layers": layers} | describe_factors(self.optimiser.factors(run))
+
+    def tensors(self, run: int) -> dict[str, Tensor]:
+        """Everything that a run continues from, under the names it has alone; views of what is trained."""
+        model = {f"model.{name}": tensor.detach()[run] for name, tensor in self.decoder.named_parameters()}
+        return model | {f"optimiser.{name}": tensor for name, tensor in self.optimiser.tensors(run).items()}
+
+    def snapshot(self, run: int) -> Snapshot:
+        return take_snapshot(self.specs[run], self.states[run], self.tensors(run), self.probes[run])
+
+    def restore(self, checkpoints: Sequence[Checkpoint]) -> None:
+        """Continue each run from its checkpoint; all are of one step."""
+        self.optimiser.materialise()
+        self.states = [
+            load_checkpoint(checkpoint, self.tensors(run), self.probes[run])
+            for run, checkpoint in enumerate(checkpoints)
+        ]
+
+
+class StepGraph:
+    """A step as a CUDA graph: one launch instead of hundreds, which small models wait for most of the time."""
+
+    def __init__(self, advance: Callable[[Batch, Tensor], Tensor], batch: Batch, lrs: Tensor):
+        self.batch = Batch(*(None if t is None else t.clone() for t in batch))  # pyright: ignore[reportArgumentType]
+        self.lrs = lrs.clone()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.outcome = advance(self.batch, self.lrs)
+
+    def __call__(self, batch: Batch, lrs: Tensor) -> Tensor:
+        for own, given in zip(self.batch, batch, strict=True):
+            if own is not None and given is not None:
+                own.copy_(given, non_blocking=True)
+        self.lrs.copy_(lrs)
+        self.graph.replay()
+        return self.outcome
+
+
+def describe_shape(spec: RunSpec) -> dict[str, Any]:
+    """What the runs of a population have in common: all but the seed and the numbers of optimiser, schedule and logit
+    control."""
+    settings = spec.to_dict()
+    settings["optimiser"] = {"kind": spec.optimiser.kind}
+    settings["logit_control"] = {"method": spec.logit_control.method}
+    return {name: value for name, value in settings.items() if name not in ("seed", "schedule")}
+
+
+def explain_solo(spec: RunSpec) -> str | None:
+    """Why a run trains alone rather than in a population; None where it need not."""
+    if spec.steps is None:
+        return "its budget is in seconds, and members of a population share their time"
+    with torch.device("meta"):
+        reasons = list_unstackable(Decoder(spec.model, seed=0))
+    return "; ".join(reasons) or None
+
+
+def refuse_population(specs: Sequence[RunSpec], machine: Machine) -> None:
+    """Raise where these runs cannot be trained together."""
+    if not specs:
+        raise RunError("a population has at least one run, but none came.")
+    if machine.world > 1:
+        raise RunError(f"a population is trained by one process, but {machine.world} ranks came; start it without.")
+    first = describe_shape(specs[0])
+    for spec in specs[1:]:
+        for name, value in describe_shape(spec).items():
+            if value != first[name]:
+                raise RunError(
+                    "runs of a population may differ in seed and in numbers of optimiser, schedule and logit control, "
+                    f"but {name} differs: {describe_change(name, value, first[name])}; train them apart."
+                )
+    if reason := explain_solo(specs[0]):
+        raise RunError(f"this run cannot be part of a population: {reason}; train it alone.")

@@ -133,12 +133,12 @@ def profile(spec: RunSpec, execution: ExecutionSpec, corpus: Corpus, machine: Ma
     trainer = Trainer(spec, execution, corpus, machine)
     batches = Batches(trainer.order, 0, 0, 1, machine.device)
     for _ in range(5):
-        trainer.step(next(batches), 1e-4)
+        trainer.step(next(batches), [1e-4])
     steps = 5
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities) as recorded:
         for _ in range(steps):
-            trainer.step(next(batches), 1e-4)
+            trainer.step(next(batches), [1e-4])
         torch.cuda.synchronize()
     batches.close()
     kernels: dict[str, float] = defaultdict(float)

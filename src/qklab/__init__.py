@@ -11,7 +11,7 @@ from qklab.schema import SpecError
 
 if TYPE_CHECKING:
     from qklab.attention import Attention, AttentionSpec, Cache, CouplingSpec, LatentSpec
-    from qklab.model import Decoder, DecoderCache, DecoderSpec, recipe
+    from qklab.model import Decoder, DecoderCache, DecoderSpec, recipe, stack, unstack
 
 __version__ = "0.2.0"
 
@@ -27,6 +27,8 @@ __all__ = [
     "SpecError",
     "recipe",
     "register",
+    "stack",
+    "unstack",
 ]
 
 
@@ -40,5 +42,6 @@ def __getattr__(name: str) -> Any:
 
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "qklab.model" if name.startswith("Decoder") or name == "recipe" else "qklab.attention"
+    model = name.startswith("Decoder") or name in ("recipe", "stack", "unstack")
+    home = "qklab.model" if model else "qklab.attention"
     return getattr(import_module(home), name)

@@ -14,7 +14,7 @@ from qklab.optim.optimiser import Optimiser
 from qklab.runs import MetricsFile, RunDirectory
 from qklab.testing.processes import finish_process, start_process
 from qklab.train.launch import EXIT_CODES, train
-from qklab.train.loop import Loop
+from qklab.train.loop import Loop, Member
 from qklab.train.objective import Objective
 from qklab.train.spec import ExecutionSpec, RunSpec
 from qklab.train.trainer import Trainer
@@ -61,13 +61,13 @@ POINTS: dict[str, tuple[Any, str, int, bool]] = {
     "before the first step": (Trainer, "step", 1, True),
     "before the second update": (Optimiser, "step", 2, True),
     "after the second update": (Optimiser, "step", 2, False),
-    "between update and record": (Loop, "record_step", 3, True),
+    "between update and record": (Member, "append_step", 3, True),
     HALF: (MetricsFile, "append", 6, True),
     "before the first evaluation": (Trainer, "evaluate", 1, True),
     "after the first evaluation": (Trainer, "evaluate", 1, False),
     "in the second evaluation": (Objective, "forward", 9, True),
-    "before a probe": (Loop, "take_probe", 1, True),
-    "after a probe": (Loop, "take_probe", 2, False),
+    "before a probe": (Trainer, "take_probe", 1, True),
+    "after a probe": (Trainer, "take_probe", 2, False),
     "before the first checkpoint": (Loop, "save", 1, True),
     "after the second checkpoint": (Loop, "save", 2, False),
     "while a checkpoint's file is flushed": (os, "fsync", 9, True),

@@ -90,7 +90,7 @@ def test_a_checkpoints_initial_norms_replace_those_of_the_new_model(settings: Se
     own = {name: tensor.clone() for name, tensor in trainer.optimiser.tensors().items()}
     found = Checkpoints(tmp_path / "run" / "checkpoints").find_newest()
     assert found is not None
-    trainer.restore(found)
+    trainer.restore([found])
     for name, tensor in read_control(tmp_path / "run").items():
         assert torch.equal(trainer.optimiser.tensors()[f"logit_control.{name}"], tensor)
         assert not torch.equal(own[f"logit_control.{name}"], tensor)

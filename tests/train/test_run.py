@@ -155,8 +155,8 @@ def test_steps_that_are_not_finite_are_skipped_and_then_end_the_run(
 
     def broken(bad: set[int]) -> Callable[..., torch.Tensor]:
         def shared(self: Trainer, nats: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-            before[self.state.step + 1] = self.decoder.embed.weight.detach().clone()
-            if self.state.step + 1 in bad:
+            before[self.states[0].step + 1] = self.decoder.embed.weight.detach().clone()
+            if self.states[0].step + 1 in bad:
                 nats, norm = (nats * math.nan, norm) if what == "loss" else (nats, norm * math.inf)
             return plain(self, nats, norm)
 

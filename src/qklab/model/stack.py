@@ -30,10 +30,8 @@ class StackedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         x = input.reshape(len(self.weight), -1, input.shape[-1])
-        if self.bias is None:
-            y = torch.bmm(x, self.weight.mT)
-        else:
-            y = torch.baddbmm(self.bias[:, None], x, self.weight.mT)
+        weight = self.weight.mT
+        y = torch.bmm(x, weight) if self.bias is None else torch.baddbmm(self.bias[:, None], x, weight)
         return y.reshape(*input.shape[:-1], y.shape[-1])
 
 

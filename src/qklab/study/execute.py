@@ -19,7 +19,7 @@ from qklab.data.prepare import prepare_corpus
 from qklab.data.sources import find_source_path
 from qklab.data.spec import DataSpec
 from qklab.runs.directory import RunDirectory, RunError
-from qklab.study.executors import Executor, RunTask, Unit
+from qklab.study.executors import Executor, RunTask, Unit, WorkerSlots
 from qklab.study.learned import describe_pace
 from qklab.study.metrics import find_metric
 from qklab.study.plan import PlannedRun, count_runs, plan_confirming_runs, plan_tuning_runs
@@ -37,6 +37,7 @@ from qklab.study.records import (
 from qklab.study.remote import RemoteStudy
 from qklab.study.spec import StudyError, StudySpec, canonicalise
 from qklab.train.launch import EXIT_CODES
+from qklab.train.population import choose_population_size, describe_shape
 from qklab.train.progress import Display, format_duration
 from qklab.train.resume import refuse_other_spec
 from qklab.train.signals import StopRequest
@@ -240,10 +241,10 @@ class Study:
                 if stop.came is not None:
                     raise StudyInterrupted(f"stopped by {stop.came}; the same command continues.")
                 while executor.free and (waiting or self.add_certain_runs(waiting, active)):
-                    run = waiting.popleft()
-                    active[run.name] = run
+                    runs, together = self.take_group(waiting, executor.slots)
+                    active |= {run.name: run for run in runs}
                     with explain_file_errors():
-                        executor.submit(self.make_unit([run], executor))
+                        executor.submit(self.make_unit(runs, executor, together))
                 for task in executor.wait(POLL):
                     self.note_end(active.pop(task.name), display)
                 if active and time.monotonic() - shown_at >= SHOW:
@@ -259,7 +260,27 @@ class Study:
         waiting.extend(run for run in self.list_unfinished(self.plan_certain_runs()) if run.name not in active)
         return bool(waiting)
 
-    def make_unit(self, runs: Sequence[PlannedRun], executor: Executor) -> Unit:
+    def take_group(self, waiting: deque[PlannedRun], slots: WorkerSlots) -> tuple[list[PlannedRun], bool]:
+        """The next run and those that go into one process with it, and whether they go together.
+
+        Runs that differ in seed and learning rate alone share what is compiled for them; small ones are trained as one
+        model. On a CPU every run has a process of its own, unless it is said otherwise.
+        """
+        first, population = waiting[0], self.execution.get("population", "auto")
+        if population == "off" or (population == "auto" and not slots.gpus):
+            return [waiting.popleft()], False
+        shape = describe_shape(self.resolve(first))
+        alike = [run for run in waiting if describe_shape(self.resolve(run)) == shape]
+        together = choose_population_size(self.resolve(first), slots.device, population, len(alike))
+        count = together
+        if together == 1 and slots.gpus and population == "auto":
+            count = -(-len(alike) // slots.count)
+        group = alike[:count]
+        for run in group:
+            waiting.remove(run)
+        return group, together > 1
+
+    def make_unit(self, runs: Sequence[PlannedRun], executor: Executor, together: bool = False) -> Unit:
         """The unit of work of these runs, which go in one process."""
         device = {"device": executor.slots.device, "threads": executor.slots.threads}
         tasks = [RunTask(run.name, self.resolve(run).to_dict(), run.folder_in(self.folder)) for run in runs]
@@ -270,6 +291,7 @@ class Study:
             execution=self.execution | device,
             data=self.data,
             url=None if self.remote is None else self.remote.url,
+            together=together and len(runs) > 1,
         )
 
     def note_end(self, run: PlannedRun, display: Display) -> None:

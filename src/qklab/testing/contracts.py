@@ -14,10 +14,11 @@ from qklab.attention.layer import Attention
 from qklab.attention.spec import AttentionSpec
 from qklab.model.decoder import Decoder
 from qklab.model.spec import DecoderSpec
+from qklab.model.stack import stack, unstack
 from qklab.testing.grid import randomise
 from qklab.testing.numerics import close, within_budget
 
-BATCH, TOKENS = 2, 6
+BATCH, TOKENS, MEMBERS = 2, 6, 3
 
 
 def layer_and_input(spec: AttentionSpec, device: str) -> tuple[Attention, Tensor]:
@@ -146,6 +147,26 @@ def saving(spec: AttentionSpec, device: str) -> None:
     assert torch.equal(twin(x), attention(x))
 
 
+def stacking(spec: AttentionSpec, device: str) -> None:
+    """Three layers stacked give each one's outputs and gradients, packed or not, and come back bit-equal."""
+    layers = [randomise(Attention(spec, layer=2), seed).to(device) for seed in range(MEMBERS)]
+    stacked, x = stack(layers), torch.randn(MEMBERS, BATCH, TOKENS, spec.width, dtype=torch.float64).to(device)
+    segments = torch.tensor([[7, 7, 7, 1, 7, 7], [0, 0, 2, 2, 2, 2]], device=device)
+    for packed in (None, segments):
+        each = None if packed is None else packed.expand(MEMBERS, -1, -1)
+        together = outputs_and_gradients(stacked, lambda x, each=each: stacked(x, segments=each), x)
+        alone = [
+            outputs_and_gradients(layer, lambda x, layer=layer, packed=packed: layer(x, segments=packed), rows)
+            for layer, rows in zip(layers, x, strict=True)
+        ]
+        for actual, *expected in zip(together, *alone, strict=True):
+            close(actual, torch.stack(expected))
+    for layer, member in zip(layers, unstack(stacked), strict=True):
+        assert type(member) is Attention
+        assert torch.equal(member(x[0]), layer(x[0]))
+        assert all(torch.equal(a, b) for a, b in zip(layer.parameters(), member.parameters(), strict=True))
+
+
 Contract = Callable[[AttentionSpec, str], None]
 CONTRACTS: dict[str, Contract] = {
     contract.__name__: contract
@@ -159,6 +180,7 @@ CONTRACTS: dict[str, Contract] = {
         costs,
         cache_size,
         saving,
+        stacking,
     )
 }
 CAUSAL_ONLY = {"causality", "cached_decoding", "left_padding", "cache_size"}
@@ -209,6 +231,24 @@ def decoder_packing(spec: DecoderSpec, device: str) -> None:
     close(packed, torch.cat([decoder(text) for text in ids[:1].split([3, 1, 2], 1)], 1))
 
 
+def decoder_stacking(spec: DecoderSpec, device: str) -> None:
+    """Three decoders stacked give each one's logits and gradients, and come back bit-equal."""
+    decoders = [randomise(Decoder(spec, seed=seed), seed).to(device) for seed in range(MEMBERS)]
+    ids = torch.randint(spec.vocab, (MEMBERS, BATCH, TOKENS), generator=torch.Generator().manual_seed(1)).to(device)
+    segments = torch.tensor([[0, 0, 0, 1, 2, 2]], device=device).expand(BATCH, -1)
+    stacked = stack(decoders)
+    each = segments.expand(MEMBERS, -1, -1)
+    together = outputs_and_gradients(stacked, lambda ids: stacked(ids, segments=each), ids)
+    alone = [
+        outputs_and_gradients(decoder, lambda ids, decoder=decoder: decoder(ids, segments=segments), rows)
+        for decoder, rows in zip(decoders, ids, strict=True)
+    ]
+    for actual, *expected in zip(together, *alone, strict=True):
+        close(actual, torch.stack(expected))
+    for decoder, member in zip(decoders, unstack(stacked), strict=True):
+        assert torch.equal(member(ids[0]), decoder(ids[0]))
+
+
 def decoder_compilation(spec: DecoderSpec, device: str) -> None:
     """torch.compile(fullgraph=True) gives eager's logits and gradients, recomputing the layers of a pattern."""
     decoder, ids = decoder_and_ids(spec, device)
@@ -234,5 +274,12 @@ def decoder_saving(spec: DecoderSpec, device: str) -> None:
 
 DECODER_CONTRACTS: dict[str, Callable[[DecoderSpec, str], None]] = {
     contract.__name__: contract
-    for contract in (decoder_costs, decoder_caching, decoder_packing, decoder_compilation, decoder_saving)
+    for contract in (
+        decoder_costs,
+        decoder_caching,
+        decoder_packing,
+        decoder_stacking,
+        decoder_compilation,
+        decoder_saving,
+    )
 }

@@ -124,9 +124,7 @@ def repeat_rows(batch: Batch, members: int | None) -> Batch:
     """The same rows for every member of a stacked model: [B, T] → [S, B, T]."""
     if members is None:
         return batch
-    ids, targets, segments = (None if t is None else t.expand(members, *t.shape) for t in batch)
-    assert ids is not None and targets is not None
-    return Batch(ids, targets, segments)
+    return Batch(*(None if t is None else t.expand(members, *t.shape) for t in batch))  # pyright: ignore[reportArgumentType]
 
 
 def estimate_error(total: float, squares: float, sampled: int, windows: int) -> float:

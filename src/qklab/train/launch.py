@@ -364,13 +364,8 @@ def begin_record(
         "commit": find_commit(),
         "data": {"folder": str(corpus.folder), "hash": corpus.hash, "tokenizer": corpus.tokenizer.hash},
         "environment": describe_environment(machine.describe()),
-<<<<<<< HEAD
-    }
-    corpus.tokenizer.save(directory.path / TOKENIZER)
-=======
     } | ({"population": members} if members > 1 else {})
-    corpus.tokenizer.save(directory.path / "tokenizer.json")
->>>>>>> 87641b7 (Populations: one loop for one run or many, each with its records, checkpoints and end)
+    corpus.tokenizer.save(directory.path / TOKENIZER)
     directory.write("run.json", record)
     return record
 

@@ -42,9 +42,7 @@ class Member:
         values = {"loss": nats, "lr": lr, "grad_norm": norm}
         skipped = {} if finite else {"skipped": True}
         clock = {"seconds": self.state.seconds, "tokens_per_second": speed}
-        self.recorder.append(
-            "train", step, tokens=step * self.spec.tokens_per_step, **values, **skipped, time=clock
-        )
+        self.recorder.append("train", step, tokens=step * self.spec.tokens_per_step, **values, **skipped, time=clock)
         self.recorder.log(step, **values)
 
     def describe_skip(self, step: int, nats: float, norm: float) -> str:

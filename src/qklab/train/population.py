@@ -1,7 +1,7 @@
 """Many runs in one step: runs of one shape that differ in seed and in the numbers of optimiser and schedule.
 
-A small model cannot fill a GPU. Here S of them are one stacked model (`qklab.stack`) under one compiled step, whose loss
-is a vector; the optimiser updates each member with its own numbers. Each stays a run: what it computes is, up to
+A small model cannot fill a GPU. Here S of them are one stacked model (`qklab.stack`) under one compiled step, whose
+loss is a vector; the optimiser updates each member with its own numbers. Each stays a run: what it computes is, up to
 rounding, what it would compute alone.
 """
 
@@ -37,6 +37,10 @@ from qklab.train.trainer import (
     take_snapshot,
 )
 
+LARGEST = 40_000_000  # parameters of a run that leaves a GPU idle: larger ones follow each other
+MEMORY_SHARE = 0.4
+STATE_BYTES = 18  # a parameter
+ACTIVATIONS, KEPT_MLP = 16, 4  # numbers kept for each token and layer, in units of the width and of the MLP's
 WARM_UP = 3  # steps before one is recorded as a CUDA graph: by then everything is compiled and allocated
 
 
@@ -196,6 +200,30 @@ def explain_solo(spec: RunSpec) -> str | None:
     with torch.device("meta"):
         reasons = list_unstackable(Decoder(spec.model, seed=0))
     return "; ".join(reasons) or None
+
+
+def choose_population_size(spec: RunSpec, device: str, population: str | int, runs: int) -> int:
+    """How many of `runs` runs like this one are trained together: 1 where that does not pay or cannot be."""
+    if population == "off" or runs < 2 or explain_solo(spec) is not None:
+        return 1
+    if population != "auto":
+        return min(int(population), runs)
+    if device != "cuda" or spec.model.parameters() > LARGEST:
+        return 1
+    groups = -(-runs // max(1, int(measure_device_memory() // estimate_bytes(spec))))
+    return -(-runs // groups)
+
+
+def measure_device_memory() -> float:
+    """What a population may take of the GPU: not all of it, since another may be on its way."""
+    return MEMORY_SHARE * torch.cuda.get_device_properties(0).total_memory
+
+
+def estimate_bytes(spec: RunSpec) -> float:
+    """Of one member: weights, gradients, moments and the copy autocast makes; and what a backward pass keeps."""
+    model = spec.model
+    kept = model.layers * (ACTIVATIONS * model.width + KEPT_MLP * model.hidden) + 4 * model.width
+    return STATE_BYTES * model.parameters() + spec.tokens_per_step * 2 * kept
 
 
 def refuse_population(specs: Sequence[RunSpec], machine: Machine) -> None:

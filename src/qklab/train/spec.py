@@ -83,6 +83,15 @@ def sink_names(value: Any) -> Any:
     return value
 
 
+def population_size(value: Any) -> Any:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if isinstance(value, str) and value.isdecimal():
+        value, whole = int(value), True
+    if value not in ("auto", "off") and not (whole and value >= 1):
+        raise ValueError("must be auto, off, or a whole number of at least 1")
+    return value
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExecutionSpec(Spec):
     """How to run, without changing what is computed beyond rounding; may differ when a run is resumed.
@@ -93,6 +102,9 @@ class ExecutionSpec(Spec):
     shared by its ranks. A checkpoint is due every `checkpoint_minutes`, or every `checkpoint_steps` if given, at every
     evaluation that is the best so far, and at the end; the last `keep` and the best stay. With `keep` 0 they are there
     only to go on from, and gone once the run has ended.
+
+    `population`: how many runs of a study that differ in seed and learning rate alone are trained as one model: as many
+    as it says, none together ("off"), or on a GPU as many as there are and as fit ("auto"), where that is faster.
     """
 
     device: Literal["auto", "cpu", "cuda"] = choice_field("auto", ("auto", "cpu", "cuda"))
@@ -105,6 +117,7 @@ class ExecutionSpec(Spec):
     checkpoint_steps: int = integer_field(None)
     keep: int = integer_field(2, at_least=0)
     sinks: str = checked_field(sink_names, None)
+    population: str | int = checked_field(population_size, "auto")
 
 
 @dataclass(frozen=True, kw_only=True)

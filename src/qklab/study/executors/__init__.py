@@ -81,7 +81,8 @@ class RunTask:
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """Runs that go in one process, one after another, and what they share. With a `url` the runs are kept there."""
+    """Runs that go in one process and what they share: one after another, or `together` as one model. With a `url` the
+    runs are kept there."""
 
     tasks: tuple[RunTask, ...]
     study: Path
@@ -89,6 +90,7 @@ class Unit:
     execution: dict[str, Any]
     data: Path | None = None
     url: str | None = None
+    together: bool = False
 
     def measure_progress(self) -> list[tuple[bool, str]]:
         """Of each run whether it has ended, and its newest checkpoint."""

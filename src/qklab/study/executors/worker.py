@@ -1,4 +1,4 @@
-"""What a unit's own process does: its runs one after another, each with its log in its run directory.
+"""What a unit's own process does: its runs one after another or together, each with its log in its run directory.
 
 When the process is asked to stop, or its study is gone, the run saves its state and ends; one that cannot save within
 SAVING seconds is ended without.
@@ -12,8 +12,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -23,7 +23,7 @@ from qklab.runs.files import open_append
 from qklab.study.executors import SAVING, RunTask, Unit
 from qklab.study.records import is_in_use
 from qklab.study.remote import RemoteStudy
-from qklab.train.launch import EXIT_CODES, train
+from qklab.train.launch import EXIT_CODES, train_population
 from qklab.train.progress import Display
 from qklab.train.spec import ExecutionSpec, RunSpec
 
@@ -39,12 +39,15 @@ def perform_unit(unit: Unit, environment: Mapping[str, str]) -> NoReturn:
         os.environ.pop(name, None)  # of a torchrun around the study; each run is a job of its own
     os.environ.update(environment)
     stop = StopListener()
-    code = 0
-    for task in unit.tasks:
-        redirect_output(task.log)
-        stop.wait_until_free(task.folder)
-        code = EXIT_CODES["interrupted"] if stop.asked else perform_run(unit, task)
-        if code not in (EXIT_CODES["finished"], EXIT_CODES["diverged"]):
+    for tasks in [unit.tasks] if unit.together else [(task,) for task in unit.tasks]:
+        for other in tasks[:0:-1]:
+            redirect_output(other.log)
+            print(f"trained together with {tasks[0].name}, whose log says more.", flush=True)
+        redirect_output(tasks[0].log)
+        for task in tasks:
+            stop.wait_until_free(task.folder)
+        code = EXIT_CODES["interrupted"] if stop.asked else perform_runs(unit, tasks)
+        if code != EXIT_CODES["finished"]:
             sys.exit(code)
     sys.exit(0)
 
@@ -100,16 +103,21 @@ class LogDisplay(Display):
         print(sentence, flush=True)
 
 
-def perform_run(unit: Unit, task: RunTask) -> int:
-    """Do a run; its exit code."""
+def perform_runs(unit: Unit, tasks: Sequence[RunTask]) -> int:
+    """Do a run, or several as a population; the exit code, 0 where all have ended."""
     try:
         remote = None if unit.url is None else RemoteStudy(unit.url, unit.study)
-        with nullcontext() if remote is None else remote.keep_run(task.folder):
+        with ExitStack() as kept:
+            for task in tasks:
+                kept.enter_context(nullcontext() if remote is None else remote.keep_run(task.folder))
             execution = ExecutionSpec.from_dict(unit.execution)
-            if RunDirectory(task.folder).exists():
+            if any(RunDirectory(task.folder).exists() for task in tasks):
                 execution = execution.replace(threads=None)  # as many as it began with: sums are rounded as before
-            outcome = train(RunSpec.from_dict(task.spec), task.folder, execution, data=unit.data, display=LogDisplay())
-        return EXIT_CODES[outcome.status]
+            specs = [RunSpec.from_dict(task.spec) for task in tasks]
+            folders = [task.folder for task in tasks]
+            outcomes = train_population(specs, folders, execution, data=unit.data, display=LogDisplay())
+        interrupted = any(outcome.status == "interrupted" for outcome in outcomes)
+        return EXIT_CODES["interrupted" if interrupted else "finished"]
     except ValueError as error:
         with suppress(OSError):  # a full disk is perhaps what it would say
             print(error, file=sys.stderr, flush=True)

@@ -1,5 +1,6 @@
 """Interrupted equals uninterrupted: killed anywhere, resumed, the same to the last bit."""
 
+import itertools
 import os
 import signal
 import time
@@ -26,15 +27,14 @@ def die() -> None:
 
 def dying(function: Callable[..., Any], call: int, before: bool) -> Callable[..., Any]:
     """`function` that kills its process at its `call`-th call, before or after doing its work."""
-    made = 0
+    calls = itertools.count(1)  # threads save: what each counts must be its own
 
     def wrapped(*arguments: Any, **options: Any) -> Any:
-        nonlocal made
-        made += 1
-        if made == call and before:
+        mine = next(calls)
+        if mine == call and before:
             die()
         result = function(*arguments, **options)
-        if made == call:
+        if mine == call:
             die()
         return result
 

@@ -5,13 +5,14 @@ import math
 import os
 import shutil
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny import Settings, comparable, losses
+from test_interruption import dying
+from tiny import Settings, comparable, losses, tiny
 
 from qklab.runs import MetricsFile, RunDirectory, RunError
 from qklab.testing.processes import finish_process, start_process
@@ -42,8 +43,6 @@ def places(folder: Path, count: int = 3) -> list[Path]:
 @pytest.fixture(scope="module")
 def whole(corpus_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """A population trained in one go; not to be changed."""
-    from tiny import tiny
-
     folders = places(tmp_path_factory.mktemp("population"))
     specs, execution = members(lambda **changes: tiny(corpus_folder, **changes))
     assert [outcome.status for outcome in train_population(specs, folders, execution)] == ["finished"] * 3
@@ -119,26 +118,6 @@ def test_a_member_that_diverges_ends_and_changes_no_bit_of_the_others(
     assert [record["step"] for record in records if record.get("skipped")] == [5, 6, 7]
     for number in (0, 2):
         assert comparable(places(tmp_path)[number]) == comparable(whole[number])
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def dying(function: Callable[..., Any], call: int, before: bool) -> Callable[..., Any]:
-    made = 0
-
-    def wrapped(*arguments: Any, **options: Any) -> Any:
-        nonlocal made
-        made += 1
-        if made == call and before:
-            die()
-        result = function(*arguments, **options)
-        if made == call:
-            die()
-        return result
-
-    return wrapped
 
 
 # what to break, at which call, before or after

@@ -120,10 +120,6 @@ class PopulationOptimiser:
         """What logit control did to a member at its last step, as `Control.factors` says it; nothing without it."""
         return {} if self.control is None else self.control.factors(member)
 
-    def factors(self, member: int) -> dict[str, dict[str, Tensor]]:
-        """What logit control did to a member at the last step, as `Optimiser.factors` says it."""
-        return {}
-
     def materialise(self) -> None:
         """Nothing: unlike `Optimiser`'s, the state is there from the start, where CUDA graphs expect it."""
 

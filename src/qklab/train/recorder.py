@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from qklab.runs.directory import EVALUATING, RunDirectory
-from qklab.runs.files import write_json
+from qklab.runs.files import remove_temporaries, write_json
 from qklab.runs.metrics import MetricsFile
 from qklab.runs.sinks import Sinks
 from qklab.train.ranks import call_on_first_rank, count_ranks
@@ -25,6 +25,7 @@ class RunRecorder:
 
     def _open(self) -> None:
         self.metrics = MetricsFile(self.directory.metrics_path)
+        remove_temporaries(self.directory.probes_path)  # of a process that was killed while it wrote
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

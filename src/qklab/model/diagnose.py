@@ -80,7 +80,9 @@ def diagnose(
     with evaluating_exactly(model, ids.device), recording(recorders):
         model.features(ids, segments=segments)
         logits = stack_logits([recorder.compared for recorder in recorders])
-        table = {name: stack([recorder.row[name] for recorder in recorders], torch.nan) for name in recorders[0].row}
+        table = {
+            name: stack_layers([recorder.row[name] for recorder in recorders], torch.nan) for name in recorders[0].row
+        }
         table |= from_spectrum(singular_values(logits.queries, logits.keys))
     return Diagnosis(
         table,
@@ -88,7 +90,7 @@ def diagnose(
         heads=[recorder.attention.spec.query_heads for recorder in recorders],
         logits=logits,
         visible=torch.stack([recorder.visible for recorder in recorders]),
-        maps=stack([recorder.weights for recorder in recorders], 0.0) if maps else None,
+        maps=stack_layers([recorder.weights for recorder in recorders], 0.0) if maps else None,
     )
 
 
@@ -135,7 +137,7 @@ def recording(recorders: list[Recorder]) -> Iterator[None]:
             recorder.attention.recorder = None
 
 
-def stack(tensors: list[Tensor], fill: float) -> Tensor:
+def stack_layers(tensors: list[Tensor], fill: float) -> Tensor:
     """[…] each → [layers, …], smaller ones filled up at the end of every axis."""
     largest = [max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors), strict=True)]
     if all(list(tensor.shape) == largest for tensor in tensors):
@@ -149,7 +151,7 @@ def stack(tensors: list[Tensor], fill: float) -> Tensor:
 def stack_logits(compared: list[tuple[Tensor, Tensor]]) -> Logits:
     if len({(q.shape, k.shape) for q, k in compared}) > 1:  # a head's key is then no longer found by its number
         compared = [(q, repeat_for_queries(k, q)) for q, k in compared]
-    queries, keys = (stack(list(side), 0.0) for side in zip(*compared, strict=True))
+    queries, keys = (stack_layers(list(side), 0.0) for side in zip(*compared, strict=True))
     return Logits(queries, keys)
 
 
@@ -192,7 +194,7 @@ def logit_change(before: Logits, after: Diagnosis) -> dict[str, Tensor]:
             change = (now.of_layer(layer) - before.of_layer(layer)).masked_fill(~visible, 0.0)[:, :heads]
             mean.append((change.square().sum((0, 2, 3)) / visible.sum()).sqrt())
             largest.append(change.abs().amax((0, 2, 3)))
-    return {"logit_change": stack(mean, torch.nan), "largest_logit_change": stack(largest, torch.nan)}
+    return {"logit_change": stack_layers(mean, torch.nan), "largest_logit_change": stack_layers(largest, torch.nan)}
 
 
 def check_layers(layers: Sequence[int] | None, count: int) -> list[int]:

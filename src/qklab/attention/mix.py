@@ -60,7 +60,7 @@ def attend(q: Tensor, stored: KeyValue, scale: float, visibility: Visibility, bi
     mask = visibility.mask
     if bias is not None:
         bias = bias.to(q.dtype)
-        mask = bias if mask is None else bias.masked_fill(~mask, -math.inf)
+        mask = bias if mask is None else torch.where(mask, bias, -math.inf)
     o = F.scaled_dot_product_attention(
         *heads, attn_mask=mask, is_causal=visibility.triangle, scale=scale, enable_gqa=grouped
     )

@@ -10,6 +10,8 @@ from torch import Tensor
 
 BLOCK = 8192  # entries of a row at a time
 WARPS = 16
+SHORT = 16_384  # entries of a row that registers hold, 32 to a thread
+SHORT_PER_WARP = 1024
 ROWS_PER_SM = 2  # rows in work at a time: few enough that a row read twice is still in L2 the second time
 ALIGNMENT = 64  # entries: rows of an odd vocabulary start on whole cache lines all the same
 VECTOR = tl.constexpr(8)  # entries a thread holds side by side: 16 bytes of bf16
@@ -94,6 +96,45 @@ def loss_kernel(
                 tl.store(p_picked, (tl.exp2((picked - top) * LOG2_E - log_total) * scale - 1).to(narrow))
 
 
+@triton.jit
+def short_loss_kernel(
+    p_z,  # [rows, V], row stride `stride`; overwritten by its own gradient if GRADIENT
+    p_targets,  # [S, n] with row stride `tokens`, rows being S·n
+    p_nll,  # the same
+    p_lse,  # the same
+    n,
+    tokens,
+    stride,
+    V,
+    IGNORED: tl.constexpr,
+    Z_LOSS: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """What `loss_kernel` does, for a row that a program's registers hold: read once, written once."""
+    i_row = tl.program_id(0)
+    p_row = p_z + i_row.to(tl.int64) * stride
+    o_token = i_row // n * tokens + i_row % n
+    o_v = tl.arange(0, BLOCK)
+    m_v = o_v < V
+    y = tl.load(p_targets + o_token)
+    counts = y != IGNORED
+    b_z = tl.load(p_row + o_v, mask=m_v, other=float("-inf")).to(WIDE)
+    top = tl.max(b_z, 0)
+    b_p = tl.exp2((b_z - top) * LOG2_E)
+    total = tl.sum(b_p, 0)
+    known = (y >= 0) & (y < V)
+    picked = tl.where(known, tl.sum(tl.where(o_v == y, b_z, 0.0), 0), float("nan"))
+    lse = top + tl.log(total)
+    tl.store(p_nll + o_token, tl.where(counts, lse - picked, 0.0))
+    tl.store(p_lse + o_token, tl.where(counts, lse, 0.0))
+    if GRADIENT:
+        b_p *= (1 + 2 * Z_LOSS * lse) / total
+        b_p = tl.where(counts, tl.where(o_v == y, b_p - 1, b_p), 0.0)
+        tl.store(p_row + o_v, b_p.to(p_z.dtype.element_ty), mask=m_v)
+
+
 def losses_and_gradients(
     x: Tensor, weight: Tensor, targets: Tensor, ignored: int, z_loss: float, rows: int, need_x: bool, need_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -118,23 +159,22 @@ def losses_and_gradients(
         part, count = slice(i, i + n), lead.numel() * n
         z = buffer[:count].view(*lead, n, padded)[..., :vocabulary]
         multiply(x[..., part, :], weight.mT, out=z)
-        loss_kernel[(min(count, programs),)](
-            z,
-            targets[..., part],
-            nll[..., part],
-            lse[..., part],
-            count,
-            n,
-            tokens,
-            padded,
-            vocabulary,
-            IGNORED=ignored,
-            Z_LOSS=z_loss,
-            GRADIENT=need_x or need_weight,
-            WIDE=tl.float64 if wide == torch.float64 else tl.float32,
-            BLOCK=min(BLOCK, max(16, triton.next_power_of_2(vocabulary))),
-            num_warps=WARPS,  # pyright: ignore[reportCallIssue]
-        )
+        operands = (z, targets[..., part], nll[..., part], lse[..., part])
+        choices = {
+            "IGNORED": ignored,
+            "Z_LOSS": z_loss,
+            "GRADIENT": need_x or need_weight,
+            "WIDE": tl.float64 if wide == torch.float64 else tl.float32,
+        }
+        block = max(16, triton.next_power_of_2(vocabulary))
+        if block <= SHORT:
+            warps = max(4, block // SHORT_PER_WARP)
+            short_loss_kernel[(count,)](
+                *operands, n, tokens, padded, vocabulary, **choices, BLOCK=block, num_warps=warps
+            )
+        else:
+            grid = (min(count, programs),)
+            loss_kernel[grid](*operands, count, n, tokens, padded, vocabulary, **choices, BLOCK=BLOCK, num_warps=WARPS)
         if dx is not None:
             multiply(z, weight, out=dx[..., part, :])
         if dweight is not None:

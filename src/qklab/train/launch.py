@@ -18,7 +18,7 @@ from qklab.runs.files import describe_os_error
 from qklab.runs.sinks import Sinks
 from qklab.train.checkpoint import CheckpointError, Checkpoints
 from qklab.train.loop import Loop, Status
-from qklab.train.machine import Machine, work_around_bf16
+from qklab.train.machine import Machine, refuse_too_large, work_around_bf16
 from qklab.train.mend import (
     TOKENIZER,
     describe_lost_steps,
@@ -69,6 +69,7 @@ def train(
     display = display if display is not None and machine.main else Display()
     try:
         spec = choose_precision(spec, machine)
+        refuse_too_large(spec, execution, machine)
         if machine.device.type == "cpu" and (spec.precision == "bf16" or spec.optimiser.kind == "muon"):
             work_around_bf16(display.say)
         directory = RunDirectory(folder or name_folder(spec))
@@ -80,6 +81,13 @@ def train(
         raise RunError(
             f"the run stopped because of a file{where}: {describe_os_error(error)}; what was saved before is "
             "still there, mend this and run the same command again."
+        ) from error
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "not enough memory" not in str(error):
+            raise
+        raise RunError(
+            "there is not enough memory for this run; fewer execution.rows take less, and so does execution.recompute; "
+            "what was saved before is still there."
         ) from error
     finally:
         display.close()

@@ -92,7 +92,7 @@ def largest_logits(
         elif mask is not None:
             scores = scores.masked_fill(~mask[:, :, start:stop], -torch.inf)
         largest.append(scores.amax((2, 3)))
-    return torch.stack(largest).amax(0).float()
+    return torch.stack(largest).amax(0).to(torch.promote_types(q.dtype, torch.float32))
 
 
 class Mix(nn.Module):

@@ -18,7 +18,6 @@ from qklab.attention.positions import Positions, rotate_every
 from qklab.attention.visibility import Visibility, render_mask, render_range
 from qklab.ops.decode import decode
 from qklab.ops.differential import differential, differential_v2
-from qklab.ops.members import spread_members
 from qklab.ops.norm import rms_norm
 
 if TYPE_CHECKING:
@@ -186,8 +185,7 @@ class Differential(Mix):
         def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attend(q, KeyValue(k, v), self.scale, visibility, bias)
 
-        weight = spread_members(self.weight(), self.members, len(q), 3)
-        o = differential(q, *stored.separate(), weight, plain)  # [B, T, H/2, 2D]
+        o = differential(q, *stored.separate(), self.weight(), plain)  # [B, T, H/2, 2D]
         return o.unflatten(-1, (2, -1)).flatten(2, 3)
 
     def finish(self, o: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from qklab.ops.members import spread_members
 from qklab.schema import suggest_name
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [B, T, h, D], k [B, S, g, D], v [B, S, g, E] → [B, T, h, E]
@@ -28,6 +29,10 @@ def differential(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, attend: Attend
             "differential attention needs an even number G of key heads dividing H, and values like keys, "
             f"but q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} came."
         )
+    if weight.dim() > 1 or (weight.dim() and len(q) % max(1, len(weight))):
+        raise ValueError(
+            f"λ must be a number, or [members] dividing the {len(q)} rows of q, but {list(weight.shape)} came."
+        )
     pairs, groups = k.shape[2] // 2, q.shape[2] // k.shape[2]
     queries = q.unflatten(2, (pairs, 2, groups)).unbind(3)  # [B, T, G/2, H/G, D] each
     keys = k.unflatten(2, (pairs, 2)).unbind(3)  # [B, S, G/2, D] each
@@ -37,18 +42,8 @@ def differential(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, attend: Attend
         [attend(query.flatten(2, 3), key, part) for part in parts] for query, key in zip(queries, keys, strict=True)
     ]
     first, second = (output[0] if len(output) == 1 else torch.cat(output, -1) for output in outputs)
-    return first - (spread_members(weight, len(q)) * second).to(first.dtype)
-
-
-def spread_members(weight: Tensor, rows: int) -> Tensor:
-    """λ as it is, or members' [S] as [rows, 1, 1, 1]."""
-    if weight.dim() == 0:
-        return weight
-    if weight.dim() != 1 or rows % max(1, len(weight)):
-        raise ValueError(
-            f"λ must be a number, or [members] dividing the {rows} rows of q, but {list(weight.shape)} came."
-        )
-    return weight.repeat_interleave(rows // len(weight)).view(-1, 1, 1, 1)
+    weight = spread_members(weight, len(weight) if weight.dim() else None, len(q), 3)
+    return first - (weight * second).to(first.dtype)
 
 
 def differential_v2(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, attend: Attend) -> Tensor:

@@ -100,6 +100,37 @@ def test_a_wrong_command_ends_in_one_sentence(capsys: pytest.CaptureFixture[str]
     assert "describe, mechanisms" in err
 
 
+SIGNALLED = """
+import signal
+from qklab import cli
+
+class Command:
+    def execute(self):
+        if {twice}:
+            from qklab.train.signals import StopRequest
+            with StopRequest() as stop:
+                signal.raise_signal(signal.SIGTERM)
+                assert stop.came == "SIGTERM"
+                signal.raise_signal(signal.SIGTERM)
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except BaseException:
+            pass  # as what is being imported may do
+        print("it went on")
+
+cli.parse_command = lambda words: Command()
+cli.main([])
+"""
+
+
+@pytest.mark.parametrize(("twice", "code", "name"), [(False, 130, "SIGINT"), (True, 143, "SIGTERM")])
+def test_ctrl_c_while_it_starts_and_a_second_sigterm_end_in_one_sentence(twice: bool, code: int, name: str) -> None:
+    program = SIGNALLED.format(twice=twice)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (code, "")
+    assert result.stderr == f"qklab: stopped at once by {name}; what was saved before is still there.\n"
+
+
 def test_importing_qklab_pulls_in_nothing_optional() -> None:
     check = (
         "import sys; from qklab import *; "

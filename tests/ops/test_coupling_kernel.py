@@ -1,5 +1,6 @@
 """The coupling kernels against the reference: every map, both ways (see `kernels.py` for where they run)."""
 
+import math
 import types
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from qklab.testing.numerics import check_all_is_written, within_budget
 
 
 class Case(NamedTuple):
-    """A call: B = 2 rows of T tokens, G key heads with R query heads each."""
+    """A call: B rows of T tokens for each member, G key heads with R query heads each."""
 
     kind: str
     steps: int = 1
@@ -32,6 +33,8 @@ class Case(NamedTuple):
     turn_key: bool = True
     tables: int = 1  # 2: angles of their own for each row
     views: bool = False  # q and k are views of one projection of more tokens
+    B: int = 2
+    members: int | None = None
 
 
 # With R = 1 (and one step of euler) the first evaluation is read from q and dk. Blocks have 16 tokens here: where T is
@@ -75,6 +78,24 @@ WIDE_CASES = [  # what models have; too slow for the interpreter
 ]
 
 
+# A member's last block ends before its 16 tokens do, where the next member's rows begin.
+MEMBERS = [
+    Case("euler", R=2, norm=True, turn_key=False, T=7, B=3, G=1, members=3),
+    Case("euler", steps=2, per_head=True, turned=6, T=7, B=1, members=3),
+    Case("symplectic-euler", steps=2, gradient=True, norm=True, turned=6, tables=2, T=7, B=3, G=1, members=3),
+    Case("symplectic-euler", R=2, per_head=True, gradient=True, T=7, B=1, members=3),
+    Case("linear", steps=2, R=2, norm=True, T=7, B=3, G=1, members=3),
+    Case("linear", per_head=True, turned=6, T=7, B=1, members=3),
+    Case("leapfrog", h=20, turned=6, tables=2, T=7, B=3, G=1, members=3, views=True),
+    Case("leapfrog", steps=2, R=3, per_head=True, norm=True, T=7, B=1, members=3),
+    Case("leapfrog", D=16, T=16, turned=8, norm=True, members=2),
+    Case("affine", h=20, T=7, B=3, G=1, members=3),
+    Case("affine", steps=2, R=2, per_head=True, norm=True, turn_key=False, turned=6, T=7, B=1, members=3),
+    Case("uncoupled", norm=True, turned=6, T=7, B=3, G=1, members=3),
+    Case("uncoupled", steps=2, R=2, per_head=True, turn_key=False, turned=4, T=7, B=1, members=3),
+    Case("leapfrog", steps=2, per_head=True, norm=True, T=5, members=1),
+]
+
 LOW = [  # also in lower precision in the interpreter, which cuts to bf16 what a GPU rounds
     (Case("euler", steps=3, R=2, norm=True, turned=6, T=5, G=1), torch.float16),
     (Case("linear", steps=3, T=5, G=1), torch.bfloat16),
@@ -82,6 +103,7 @@ LOW = [  # also in lower precision in the interpreter, which cuts to bf16 what a
     (Case("leapfrog", steps=2, norm=True, turned=4, T=5, G=1), torch.float32),
     (Case("affine", steps=2, R=2, norm=True, turned=6, T=5, G=1), torch.float16),
     (Case("uncoupled", steps=2, per_head=True, gradient=True, turned=4, turn_key=False, T=5, G=1), torch.float16),
+    (Case("leapfrog", norm=True, turned=6, T=5, B=1, G=1, members=3), torch.float16),
 ]
 
 
@@ -129,10 +151,10 @@ def refuse_strays(monkeypatch: pytest.MonkeyPatch) -> None:
         nested = [tensors(a) if isinstance(a, tuple) else [a] for a in arguments]
         return [a for part in nested for a in part if isinstance(a, Tensor)]
 
-    def checked_run(kernel: Any, programs: int, how: Any, *arguments: Any) -> None:
+    def checked_run(kernel: Any, grid: Any, how: Any, *arguments: Any) -> None:
         storages = {a.untyped_storage().data_ptr(): a.untyped_storage() for a in tensors(arguments)}
         spans[:] = [(start, start + storage.nbytes()) for start, storage in storages.items()]
-        run(kernel, programs, how, *arguments)
+        run(kernel, grid, how, *arguments)
 
     monkeypatch.setattr(launch, "run", checked_run)
     fake = types.SimpleNamespace(**{**vars(interpreter._interpreter), "load": checked_load, "store": checked_store})
@@ -148,21 +170,22 @@ def example(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Any]:
         return values.to(DEVICE, dtype).requires_grad_()
 
     D, h, G = case.D, case.h, case.G
-    lead = (G,) if case.per_head else ()
+    S = () if case.members is None else (case.members,)
+    rows, lead, ones = math.prod(S) * case.B, (*S, G) if case.per_head else S, (1,) * case.per_head
     outputs = 2 * D if case.kind == "affine" else D
 
     def network() -> Network:
         if case.kind == "linear":
             return Network(draw(*lead, D, D, scale=D**-0.5))
-        inner, bias = draw(*lead, h, D, scale=D**-0.5), draw(h)
+        inner, bias = draw(*lead, h, D, scale=D**-0.5), draw(*S, h)
         if case.gradient:
-            return Network(inner, bias, amplitude=draw(*lead, *(1,) * len(lead), h))
+            return Network(inner, bias, amplitude=draw(*lead, *ones, h))
         outer = draw(*lead, outputs, h, scale=0.5 * h**-0.5)
-        return Network(inner, bias, outer, None if case.R == 3 else draw(outputs, scale=0.5))
+        return Network(inner, bias, outer, None if case.R == 3 else draw(*S, outputs, scale=0.5))
 
-    q, k = draw(2, case.T, G * case.R, D), draw(2, case.T, G, D)
+    q, k = draw(rows, case.T, G * case.R, D), draw(rows, case.T, G, D)
     if case.views:
-        both = draw(2, case.T + 3, G * (case.R + 2), D).detach()
+        both = draw(rows, case.T + 3, G * (case.R + 2), D).detach()
         q, k, _ = (x.requires_grad_() for x in both[:, 1:-2].split((G * case.R, G, G), 2))
     given: dict[str, Any] = {
         "q": q,
@@ -170,13 +193,15 @@ def example(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Any]:
         "networks": tuple(network() for _ in range(2 if case.kind in ("affine", "uncoupled") else 1)),
         "kind": case.kind,
         "steps": case.steps,
+        "members": case.members,
     }
     if case.kind != "affine":
-        given["step"] = draw(G, 1, 1, scale=0.5) if case.per_head else draw(scale=0.5)
+        given["step"] = draw(*lead, *ones, *ones, scale=0.5)
     if case.norm:
-        given["norm"] = Norm(1e-6, draw(D), None if case.turn_key else draw(D))
+        given["norm"] = Norm(1e-6, draw(*S, D), None if case.turn_key else draw(*S, D))
     if case.turned:
-        angle = torch.randn(case.tables, case.T, 1, case.turned, generator=source, dtype=torch.float64)
+        tables = 1 if case.tables == 1 else rows
+        angle = torch.randn(tables, case.T, 1, case.turned, generator=source, dtype=torch.float64)
         wide = torch.promote_types(dtype, torch.float32)
         given["angles"] = angle.cos().to(DEVICE, wide), angle.sin().to(DEVICE, wide)
         given["turn_key"] = case.turn_key
@@ -221,7 +246,7 @@ def stacked(runs: list[list[Tensor]]) -> list[Tensor]:
 
 
 @on_kernel
-@pytest.mark.parametrize("case", [] if GPU else CASES)  # on a GPU the kernel does not compute in float64
+@pytest.mark.parametrize("case", [] if GPU else CASES + MEMBERS)  # on a GPU the kernel does not compute in float64
 def test_in_float64_it_is_the_reference(case: Case) -> None:
     given = example(case, torch.float64)
     for actual, expected in zip(with_gradients(given, "triton"), with_gradients(given, "reference"), strict=True):
@@ -229,7 +254,9 @@ def test_in_float64_it_is_the_reference(case: Case) -> None:
 
 
 @on_kernel
-@pytest.mark.parametrize(("case", "dtype"), [*LOW, *((case, torch.bfloat16) for case in CASES + WIDE_CASES if GPU)])
+@pytest.mark.parametrize(
+    ("case", "dtype"), [*LOW, *((case, torch.bfloat16) for case in CASES + WIDE_CASES + MEMBERS if GPU)]
+)
 def test_errors_stay_within_the_budget(case: Case, dtype: torch.dtype) -> None:
     """Over several draws, since one error of a single number, as the step's gradient is, says little."""
     draws = [example(case, dtype, seed) for seed in range(8 if GPU else 4)]
@@ -273,6 +300,8 @@ def test_any_strides_are_taken_as_they_are() -> None:
         Case("leapfrog", steps=3, R=2, per_head=True, norm=True, turned=4, h=8, T=5),
         Case("affine", steps=2, R=2, norm=True, turned=6, tables=2, T=5),
         Case("uncoupled", steps=2, norm=True, T=5),
+        Case("leapfrog", h=20, norm=True, T=7, B=3, G=1, members=3),
+        Case("affine", steps=2, per_head=True, T=5, B=1, members=2),
     ],
 )
 def test_every_output_is_written_and_repeats_are_bit_equal(case: Case) -> None:
@@ -291,7 +320,12 @@ def test_nothing_comes_of_nothing() -> None:
 
 @on_kernel
 @pytest.mark.parametrize(
-    "case", [Case("leapfrog", norm=True, turned=6, T=3, G=1), Case("affine", per_head=True, T=3, G=1)]
+    "case",
+    [
+        Case("leapfrog", norm=True, turned=6, T=3, G=1),
+        Case("affine", per_head=True, T=3, G=1),
+        Case("leapfrog", norm=True, turned=6, T=3, G=1, B=1, members=2),
+    ],
 )
 def test_opcheck(case: Case) -> None:
     given = example(case, torch.float32)
@@ -299,7 +333,7 @@ def test_opcheck(case: Case) -> None:
     weights = api.name_weights(given["networks"], given.get("step"), norm)
     arguments = (
         given["q"], given["k"], list(given.get("angles", ())), list(weights.values()), ",".join(weights), case.kind,
-        case.steps, 2.0, None if norm is None else norm.eps, case.turned > 0, torch.float32,
+        case.steps, 2.0, None if norm is None else norm.eps, case.turned > 0, torch.float32, case.members,
     )  # fmt: skip
     torch.library.opcheck(api._couple, arguments)
 

@@ -1,16 +1,16 @@
 """A population's optimiser does to every member what a solo optimiser does to it alone."""
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from control import KINDS, decoder
+from control import KINDS, decoder, tokens
 from torch import Tensor, nn
 
 from qklab.attention.spec import CouplingSpec
 from qklab.model import Decoder
+from qklab.model.stack import stack
 from qklab.optim import LogitControlSpec, Optimiser, OptimiserSpec, PopulationOptimiser, measure_gradient_norms
 from qklab.optim.update import orthogonalise
 
@@ -24,21 +24,14 @@ SPECS = [
 ]
 
 
-def stack_by_hand(models: Sequence[nn.Module]) -> nn.Module:
-    """A model of the same modules whose parameters are the models' own, stacked."""
-    stacked = copy.deepcopy(models[0])
-    for name, parameter in stacked.named_parameters():
-        parameter.data = torch.stack([model.get_parameter(name).detach() for model in models])
-    return stacked
-
-
 def give_gradients(models: Sequence[nn.Module], step: int) -> None:
-    """Random gradients, those of every next model ten times as large."""
+    """Random gradients, those of every next model ten times as large, and smaller with every step, so that in the end
+    nothing is clipped."""
     generator = torch.Generator().manual_seed(step)
     for member, model in enumerate(models):
         for parameter in model.parameters():
             drawn = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-            parameter.grad = drawn * 10.0 ** (member - 1)
+            parameter.grad = drawn * 10.0 ** (member - 1) / 4.0**step
 
 
 def stack_gradients(models: Sequence[nn.Module], stacked: nn.Module) -> None:
@@ -54,7 +47,7 @@ class Pair:
     ):
         self.specs = specs
         self.models: list[Decoder] = [decoder(seed=member, **attention) for member in range(len(specs))]
-        self.stacked = stack_by_hand(self.models)
+        self.stacked = stack(self.models)
         solo = [None] * len(specs) if controls is None else controls
         self.solo = [Optimiser(spec, model, c) for spec, model, c in zip(specs, self.models, solo, strict=True)]
         self.population = PopulationOptimiser(specs, self.stacked, controls)
@@ -122,7 +115,7 @@ def test_members_that_went_on_alone_return_in_another_order() -> None:
     pair = Pair(SPECS)
     for number in range(2):
         pair.step(number)
-    stacked, lrs = stack_by_hand(pair.models[::-1]), torch.tensor(LRS[::-1], dtype=torch.float64)
+    stacked, lrs = stack(pair.models[::-1]), torch.tensor(LRS[::-1], dtype=torch.float64)
     population = PopulationOptimiser(SPECS[::-1], stacked)
     for place, solo in enumerate(pair.solo[::-1]):
         found, state = population.tensors(place), solo.tensors()
@@ -178,21 +171,17 @@ def test_orthogonalised_in_bfloat16_as_torch_does() -> None:
 
 
 def controls(method: str, norm: str = "frobenius") -> list[LogitControlSpec]:
-    key, values = ("threshold", (1.0, 4.0, 100.0)) if method == "qk-clip" else ("tau", (0.5, 1.0, 3.0))
+    key, values = ("threshold", (0.5, 1.0, 100.0)) if method == "qk-clip" else ("tau", (0.5, 1.0, 3.0))
     return [LogitControlSpec.from_dict({"method": method, "norm": norm, key: value}) for value in values]
 
 
+@torch.no_grad()
 def watch_logits(pair: Pair, number: int) -> None:
-    """Say that the members' logits reached random values, through the tensors their layers were given."""
-    generator = torch.Generator().manual_seed(number)
-    for layer in range(len(pair.models[0].blocks)):
-        stacked: Any = pair.stacked.get_submodule(f"blocks.{layer}.attention").watched
-        for own, model in zip(stacked, pair.models, strict=True):
-            drawn = 10 * torch.rand(own.shape, generator=generator)
-            own.copy_(torch.maximum(own, drawn))
-            watched = model.attention(layer).watched
-            assert watched is not None
-            watched.copy_(torch.maximum(watched, drawn))
+    """A pass of other tokens through every member, alone and stacked, in which QK-clip sees how large logits get."""
+    ids = torch.stack([tokens(seed=10 * number + member) for member in range(MEMBERS)])
+    pair.stacked(ids)
+    for own, model in zip(ids, pair.models, strict=True):
+        model(own)
 
 
 @pytest.mark.parametrize(
@@ -241,19 +230,37 @@ def test_logit_control_of_muon_leaves_members_that_skip_alone(method: str) -> No
     ],
 )
 def test_members_that_cannot_be_updated_together_are_refused(specs: list[OptimiserSpec], said: str) -> None:
-    stacked = stack_by_hand([decoder(seed=member) for member in range(MEMBERS)])
+    stacked = stack([decoder(seed=member) for member in range(MEMBERS)])
     with pytest.raises(ValueError, match=said):
         PopulationOptimiser(specs, stacked)
 
 
 @pytest.mark.parametrize(
-    ("chosen", "said"),
+    ("chosen", "attention", "said"),
     [
-        ([*controls("quack")[:2], controls("fixed")[2]], "share one logit control, but method='fixed'"),
-        ([*controls("quack")[:2], *controls("quack", "spectral")[2:]], "share one logit control"),
-        (controls("quack")[:2], "one per member, 3, but 2 came"),
+        ([*controls("quack")[:2], controls("fixed")[2]], {}, "share one logit control, but method='fixed'"),
+        ([*controls("quack")[:2], *controls("quack", "spectral")[2:]], {}, "share one logit control"),
+        (controls("quack")[:2], {}, "one per member, 3, but 2 came"),
+        (controls("quack"), {"norm": "qk"}, "LogitControl refuses layer blocks.0.attention"),
+        (controls("qk-clip"), {"norm": "qk"}, "QKClip refuses layer blocks.0.attention"),
+        (controls("qk-clip"), KINDS["leapfrog"], "QKClip refuses layer blocks.0.attention"),
+        (controls("quack"), {}, "W_k of blocks.1.attention, head 2, is zero"),
     ],
 )
-def test_controls_that_do_not_fit_together_are_refused(chosen: list[LogitControlSpec], said: str) -> None:
+def test_controls_that_fit_neither_each_other_nor_the_model_are_refused(
+    chosen: list[LogitControlSpec], attention: dict[str, Any], said: str
+) -> None:
+    models = [decoder(seed=member, **attention) for member in range(MEMBERS)]
+    if "zero" in said:
+        models[1].get_parameter("blocks.1.attention.project.key.weight").data[8:12] = 0
     with pytest.raises(ValueError, match=said):
-        PopulationOptimiser(SPECS, stack_by_hand([decoder(seed=member) for member in range(MEMBERS)]), chosen)
+        PopulationOptimiser(SPECS, stack(models), chosen)
+
+
+def test_a_parameter_without_a_gradient_is_named() -> None:
+    pair = Pair(SPECS)
+    give_gradients(pair.models, 0)
+    stack_gradients(pair.models, pair.stacked)
+    pair.stacked.get_parameter("norm.weight").grad = None
+    with pytest.raises(ValueError, match=r"needs a gradient, but norm\.weight has none"):
+        measure_gradient_norms(pair.stacked)

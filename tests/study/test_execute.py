@@ -161,10 +161,13 @@ def begun(spec: StudySpec, folder: Path) -> None:
             {"arms": {"standard": {}, "k=v": {"attention": {"share": "q=k"}}}},
             r"arms.k=v.attention.share='k=v', but 'q=k'",
         ),
-        ({"arms": {"standard": {}, "k=v": {}}}, r"arms.k=v.attention={'share': 'k=v'}, which is now left out"),
         (
-            {"arms": {"standard": {}, "k=v": {"attention": {"share": "k=v"}}, "new": {}}},
-            r"began without arms.new, but {} came",
+            {"arms": {"standard": {}, "k=v": {"z_loss": 0.1}}},
+            r"arms.k=v.attention={'share': 'k=v'}, which is now left out",
+        ),
+        (
+            {"arms": {"standard": {}, "k=v": {"attention": {"share": "k=v"}}, "new": {"z_loss": 0.1}}},
+            r"began without arms.new, but {'z_loss': 0.1} came",
         ),
     ],
 )

@@ -119,6 +119,15 @@ def test_matched_on_seconds() -> None:
         study(base=base).run("k=v", "stdlib", 1e-3, 0)
 
 
+def test_two_arms_that_are_the_same_run_are_refused() -> None:
+    for match in ("tokens", "flops"):
+        twins = study(match=match, arms={"standard": {}, "a": {"z_loss": 0.1}, "b": {"z_loss": 0.10}})
+        with pytest.raises(SpecError, match="arms a and b are the same run: there is nothing to compare"):
+            twins.refuse_illegal()
+    with pytest.raises(SpecError, match=r"arm a: evaluation.final_tokens must be the baseline's"):
+        study(arms={"standard": {}, "a": {"evaluation": {"final_tokens": 9}}}).refuse_illegal()
+
+
 @pytest.mark.parametrize("budget", [{"tokens": 10_000}, {"flops": 3e9}])
 def test_matched_on_flops_within_one_step(budget: dict[str, Any]) -> None:
     made = runs(study(match="flops", base=BASE | {"budget": budget}))

@@ -89,6 +89,14 @@ def test_a_run_that_diverges_has_its_own_exit_code(run_file: Path, tmp_path: Pat
         ("train run.toml --model.vocab 40", r"the tokenizer has 257 tokens and the model vocab=40"),
         ("train run.toml --out run.toml", "the run directory run.toml cannot be written: file exists"),
         ("train run.toml --execution.sinks tensorbord", "did you mean 'tensorboard'"),
+        ("train run.toml --model.width 2000000", r"at least [\d,]+ GiB for its weights, .*; try a smaller model.width"),
+        (
+            "train run.toml --batch.sequences 2000000000",
+            r"at least [\d,]+ GiB for its .*; try a smaller batch.sequences",
+        ),
+        ("train run.toml --execution.threads 100000", "threads must be a whole number from 1 to 1024, but 100000 came"),
+        ("train run.toml --seed 1 --model.layers 2 --seed=2", "--seed came more than once; give it once"),
+        ("data prepare run.toml --workers 100000", "workers must be a number from 1 to 256, but 100000 came"),
         ("sample nowhere", "nowhere is not a run directory"),
     ],
 )

@@ -59,6 +59,7 @@ def attend(q: Tensor, stored: KeyValue, scale: float, visibility: Visibility, bi
         return o.transpose(1, 2)
     mask = visibility.mask
     if bias is not None:
+        mask = mask if visibility.blocks is None else render_mask(visibility)  # Flex would take no bias
         bias = bias.to(q.dtype)
         mask = bias if mask is None else torch.where(mask, bias, -math.inf)
     o = F.scaled_dot_product_attention(
@@ -91,7 +92,7 @@ def largest_logits(
         elif mask is not None:
             scores = scores.masked_fill(~mask[:, :, start:stop], -torch.inf)
         largest.append(scores.amax((2, 3)))
-    return torch.stack(largest).amax(0).float()
+    return torch.stack(largest).amax(0).to(torch.promote_types(q.dtype, torch.float32))
 
 
 class Mix(nn.Module):

@@ -26,6 +26,7 @@ from qklab.runs.environment import count_cores, find_cache_root
 from qklab.runs.files import lock_file, remove_temporaries, write_json
 
 BATCH_BYTES = 2**19
+MOST_WORKERS = 256
 FEW_BYTES = 2**21  # below this, starting processes takes longer than tokenising
 
 
@@ -43,8 +44,8 @@ def prepare_corpus(
     (default: one per processor) and never change the result; `progress` is True for a line on stderr, or a function
     of (what is done, bytes done, bytes in all). A `spec.source` that is a prepared corpus is opened as it is.
     """
-    if workers is not None and workers < 1:
-        raise DataError(f"workers must be at least 1, but {workers} came.")
+    if workers is not None and not 1 <= workers <= MOST_WORKERS:
+        raise DataError(f"workers must be a number from 1 to {MOST_WORKERS}, but {workers} came.")
     data = Path(data) if data is not None else None
     path = find_source_path(spec.source, data)
     if path is not None and (path / MANIFEST).is_file():

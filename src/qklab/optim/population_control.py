@@ -40,7 +40,7 @@ class PopulationControl:
         if self.method == "qk-clip":
             refuse_layers(QKClip, self.roles, why_normalised)
             refuse_layers(QKClip, self.roles, why_not_clippable)
-            self.watch = LogitWatch(self.roles, self.rows.device, len(controls))
+            self.watch = LogitWatch(self.roles, self.rows, len(controls))
             self.setting = self.per_member([control.threshold for control in controls])
             like = self.find_tables()
         else:
@@ -64,8 +64,7 @@ class PopulationControl:
 
     def per_member(self, values: Sequence[float]) -> Tensor:
         """[S, 1, 1], to be multiplied with tables."""
-        precision = torch.float32 if self.method == "qk-clip" else self.rows.precision  # that of the tables
-        return torch.tensor(values, dtype=precision, device=self.rows.device)[:, None, None]
+        return torch.tensor(values, dtype=self.rows.precision, device=self.rows.device)[:, None, None]
 
     @torch.no_grad()
     def measure(self) -> list[Table]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from qklab.optim.control import Control, GivenRoles, Optimisers, check_positive, refuse_layers, why_normalised
 from qklab.optim.norms import LayerGroup, Table, repeat_keys
 from qklab.optim.roles import LayerRoles, Roles
+from qklab.optim.rows import AllRows
 
 
 class QKClip(Control):
@@ -41,7 +42,7 @@ class QKClip(Control):
         super().__init__(optimizer, roles, masters)
         refuse_layers(QKClip, self.roles, why_normalised)
         refuse_layers(QKClip, self.roles, why_not_clippable)
-        self.watch = LogitWatch(self.roles, self.rows.device)
+        self.watch = LogitWatch(self.roles, self.rows)
         self.latest = [
             {symbol: torch.ones_like(value) for symbol, value in self.clips(group).items()} for group in self.groups
         ]
@@ -76,9 +77,10 @@ class LogitWatch:
     """Layer name → the largest scaled logit [heads] that a query in training had with a key it may see; of a population
     [members, heads]."""
 
-    def __init__(self, roles: Roles, device: torch.device, *members: int):
+    def __init__(self, roles: Roles, rows: AllRows, *members: int):
         self.largest = {
-            name: torch.full((*members, layer.query.heads), -torch.inf, device=device) for name, layer in roles.items()
+            name: torch.full((*members, layer.query.heads), -torch.inf, dtype=rows.precision, device=rows.device)
+            for name, layer in roles.items()
         }
         for name, layer in roles.items():
             if layer.watch is not None:

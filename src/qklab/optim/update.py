@@ -119,4 +119,8 @@ def fuse(function: Callable[..., Any], device: torch.device) -> Callable[..., An
 
 @functools.cache
 def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    from torch._dynamo import config  # the compiler takes seconds to import
+
+    # a process may train many arms and sizes, each with shapes of its own
+    config.recompile_limit = max(config.recompile_limit, 64)
     return torch.compile(function, fullgraph=True, dynamic=False)

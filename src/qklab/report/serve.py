@@ -14,6 +14,7 @@ from qklab.report.data import gather_data
 from qklab.report.maps import MapCache
 from qklab.runs.directory import RunError
 from qklab.runs.files import describe_os_error
+from qklab.train.signals import StopRequest
 
 SHARE = 30
 WATCHED = ("study.json", "run.json", "summary.json", "metrics.jsonl")
@@ -119,7 +120,7 @@ def serve_report(
     """Serve the report until Ctrl-C."""
     with ReportServer(paths, port, every, text=text) as server:
         say(f"The report is at {server.address} and follows the runs; Ctrl-C ends it.")
-        try:
-            threading.Event().wait()
-        except KeyboardInterrupt:
-            say("The report is no longer served.")
+        with StopRequest() as stop:
+            while stop.came is None:
+                time.sleep(0.2)
+        say("The report is no longer served.")

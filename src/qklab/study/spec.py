@@ -137,6 +137,14 @@ class StudySpec(Spec):
 
     def refuse_illegal(self) -> None:
         """Raise SpecError for an arm that is no run, or that would not be evaluated on the same text as the others."""
+        own = {"corpus": {"source": self.corpora[0]}, "optimiser": {"lr": self.lrs[0]}}
+        specs = [(arm, self.resolve_arm(arm, own)) for arm in self.arms]
+        for number, (arm, spec) in enumerate(specs):
+            twin = next((other for other, same in specs[:number] if same == spec), None)
+            if twin is not None:
+                raise SpecError(
+                    f"arms {twin} and {arm} are the same run: there is nothing to compare; drop one.", "arms"
+                )
         for corpus in self.corpora:
             runs = {arm: self.run(arm, corpus, self.lrs[0], 0) for arm in self.arms}
             for arm, run in runs.items():

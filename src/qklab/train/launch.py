@@ -19,7 +19,7 @@ from qklab.runs.files import describe_os_error
 from qklab.runs.sinks import Sinks
 from qklab.train.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from qklab.train.loop import Loop, Member, Status
-from qklab.train.machine import Machine, work_around_bf16
+from qklab.train.machine import Machine, refuse_too_large, work_around_bf16
 from qklab.train.mend import (
     TOKENIZER,
     describe_lost_steps,
@@ -89,6 +89,7 @@ def train_population(
         specs = [choose_precision(spec, machine) for spec in specs]
         if len(specs) != 1:
             refuse_population(specs, machine)
+        refuse_too_large(specs[0], execution, machine)
         if machine.device.type == "cpu" and (specs[0].precision == "bf16" or specs[0].optimiser.kind == "muon"):
             work_around_bf16(display.say)
         directories = [RunDirectory(folder) for folder in folders]
@@ -102,6 +103,13 @@ def train_population(
         raise RunError(
             f"the run stopped because of a file{where}: {describe_os_error(error)}; what was saved before is "
             "still there, mend this and run the same command again."
+        ) from error
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "not enough memory" not in str(error):
+            raise
+        raise RunError(
+            "there is not enough memory for this run; fewer execution.rows take less, and so does execution.recompute; "
+            "what was saved before is still there."
         ) from error
     finally:
         display.close()

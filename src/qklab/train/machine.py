@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from qklab.runs.environment import count_cores
-from qklab.train.spec import ExecutionSpec
+from qklab.train.spec import ExecutionSpec, RunSpec
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,34 @@ class Machine:
         """For the run's record."""
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         return {"kind": self.device.type, "name": name, "ranks": self.world, "threads": torch.get_num_threads()}
+
+
+def measure_total_memory(device: torch.device) -> int:
+    """Bytes that the device has in all."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def refuse_too_large(spec: RunSpec, execution: ExecutionSpec, machine: Machine) -> None:
+    """Raise for a run that cannot fit, before it takes the memory: what it needs at the very least, against all there
+    is."""
+    share = machine.world if execution.parallel == "fsdp" else 1
+    windows = -(-spec.batch.sequences // machine.world)
+    rows = min(execution.rows or windows, windows)
+    layers = spec.model.layers if execution.recompute == "none" else 1
+    needs = {
+        "weights, gradients and optimiser state": (16 * spec.model.parameters() // share, "model.width or layers"),
+        "batches": (64 * windows * spec.model.context, "batch.sequences or model.context"),
+        "activations": (2 * rows * spec.model.context * spec.model.width * layers, "execution.rows or model.context"),
+    }
+    total = measure_total_memory(machine.device)
+    what, (most, instead) = max(needs.items(), key=lambda entry: entry[1][0])
+    if sum(size for size, _ in needs.values()) > total:
+        raise ValueError(
+            f"this run needs at least {most / 2**30:,.0f} GiB for its {what}, and the {machine.device.type} has "
+            f"{total / 2**30:,.0f} GiB; try a smaller {instead}."
+        )
 
 
 def choose_threads(neighbours: int) -> int:

@@ -112,7 +112,7 @@ class ExecutionSpec(Spec):
     rows: int = integer_field(None)
     recompute: Recompute = choice_field("none", RECOMPUTE)
     parallel: Literal["ddp", "fsdp"] = choice_field("ddp", ("ddp", "fsdp"))
-    threads: int = integer_field(None)
+    threads: int = integer_field(None, at_most=1024)
     checkpoint_minutes: float = number_field(5.0, above=0.0)
     checkpoint_steps: int = integer_field(None)
     keep: int = integer_field(2, at_least=0)

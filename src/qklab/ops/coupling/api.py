@@ -77,7 +77,6 @@ def couple(
     cast = torch.is_autocast_enabled(device) and q.dtype != torch.float64
     precision = torch.get_autocast_dtype(device) if cast else q.dtype
     obstacle, objection = find_coupling_obstacle(q, networks, precision), find_coupling_objection(precision)
-    obstacle = obstacle if members is None else "the kernel takes the weights of one model"
     if choose_impl("couple", impl, q.device, obstacle, objection) == "reference":
         return reference.couple(
             q, k, kind, networks, step, steps, scale_limit, norm, angles, turn_key and angles is not None, precision,
@@ -96,6 +95,7 @@ def couple(
         None if norm is None else norm.eps,
         turn_key and angles is not None,
         precision,
+        members,
     )
 
 
@@ -231,10 +231,11 @@ def _couple(
     eps: float | None,
     turn_key: bool,
     precision: torch.dtype,
+    members: int | None,
 ) -> tuple[Tensor, Tensor]:
     from qklab.ops.coupling.launch import forward
 
-    return forward(q, k, angles, weights, names, kind, steps, scale_limit, eps, turn_key, precision)
+    return forward(q, k, angles, weights, names, kind, steps, scale_limit, eps, turn_key, precision, members)
 
 
 @_couple.register_fake
@@ -257,38 +258,41 @@ def _couple_backward(
     eps: float | None,
     turn_key: bool,
     precision: torch.dtype,
+    members: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, and the gradients of all weights in a row: [G or 1, total]."""
+    """dq, dk, and the gradients of all weights in a row: [S · (G or 1), total], S being 1 without members."""
     from qklab.ops.coupling.launch import backward
 
-    return backward(dq, dk, q, k, angles, weights, names, kind, steps, scale_limit, eps, turn_key, precision)
+    choices = (names, kind, steps, scale_limit, eps, turn_key, precision, members)
+    return backward(dq, dk, q, k, angles, weights, *choices)
 
 
 @_couple_backward.register_fake
 def _(
-    dq: Tensor, dk: Tensor, q: Tensor, k: Tensor, angles: list[Tensor], weights: list[Tensor], names: str, *_: Any
+    dq: Tensor, dk: Tensor, q: Tensor, k: Tensor, angles: list[Tensor], weights: list[Tensor], *choices: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows, spans = layout(weights, k.shape[2])
+    rows, spans = layout(weights, k.shape[2], choices[-1])
     total = max((stop for _, stop in spans), default=0)
     wide = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty(q.shape), k.new_empty(k.shape), q.new_empty((rows, total), dtype=wide)
 
 
-def is_per_head(weight: Tensor) -> bool:
-    """Whether every key head has its own: then, and only then, a weight has three axes."""
-    return weight.dim() == 3
+def is_per_head(weight: Tensor, members: int | None) -> bool:
+    """Whether every key head has its own: then, and only then, a weight has three axes beside the members'."""
+    return weight.dim() == 3 + (members is not None)
 
 
-def layout(weights: list[Tensor], G: int) -> tuple[int, list[tuple[int, int]]]:
-    """How the gradients of the weights lie in a row, and how many rows there are: one, or one for each key head."""
-    spans, start, own = [], 0, False
+def layout(weights: list[Tensor], G: int, members: int | None) -> tuple[int, list[tuple[int, int]]]:
+    """How the gradients of the weights lie in a row, and how many rows there are: one, or one for each key head; of
+    every member."""
+    spans, start, own, S = [], 0, False, members or 1
     for weight in weights:
-        per_head = is_per_head(weight)
+        per_head = is_per_head(weight, members)
         own |= per_head
-        stop = start + weight.numel() // (G if per_head else 1)
+        stop = start + weight.numel() // (G * S if per_head else S)
         spans.append((start, stop))
         start = stop
-    return (G if own else 1), spans
+    return (G * S if own else S), spans
 
 
 def keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -301,11 +305,13 @@ def give_gradients(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Any, ...]:
     q, k, *rest = ctx.saved_tensors
     angles, weights = rest[: ctx.turns], rest[ctx.turns :]
     dq, dk, flat = _couple_backward(dq, dk, q, k, angles, weights, *ctx.choices)
-    _, spans = layout(weights, k.shape[2])
+    members = ctx.choices[-1]
+    _, spans = layout(weights, k.shape[2], members)
+    flat = flat.unflatten(0, (members or 1, -1))  # [S, G or 1, total]
     gradients = []
     for weight, (start, stop) in zip(weights, spans, strict=True):
-        part = flat[:, start:stop]
-        part = part if is_per_head(weight) else part.sum(0) if len(part) > 1 else part[0]
+        part = flat[..., start:stop]
+        part = part if is_per_head(weight, members) or part.shape[1] == 1 else part.sum(1)
         gradients.append(part.reshape(weight.shape).to(weight.dtype))
     return dq, dk, [None] * ctx.turns, gradients, *[None] * len(ctx.choices)
 

@@ -30,7 +30,10 @@ from qklab.ops.coupling.tiles import (
     find_columns,
     find_first_row,
     find_head_rows,
+    find_member,
     find_output_rows,
+    find_program,
+    find_set,
     load_rows,
     product,
 )
@@ -76,9 +79,10 @@ def sum_loaded_rows(b_x, C):
 @triton.jit
 def load_first(p_left, q, p_dk, i_tile, begin, rows, T, C):
     """Argument and gradient [BM, DP] of a tile's first evaluation of the force: q, and dk or its half but for Euler."""
-    i_g, i_row = i_tile % C.G, find_first_row(begin + i_tile // C.G, rows, T, C)
+    i_g = i_tile % C.G
+    i_row, m_rows = find_first_row(begin + i_tile // C.G, rows, T, C)
     p_queries = find_head_rows(q, i_g, i_row, T, C)
-    tile = Tile(p_queries, q.head, i_row + tl.arange(0, C.BM) < rows, tl.arange(0, C.DP // 2))
+    tile = Tile(p_queries, q.head, m_rows, tl.arange(0, C.DP // 2))
     b_u = load_rows(p_queries, tile, q.p.dtype.element_ty, C)
     if C.KIND == EULER:
         b_dy = load_unit(p_left, i_tile, 0, 1, C)
@@ -137,9 +141,9 @@ def force_gradients_kernel(
     i_slice = tl.program_id(0) % SLICES
     program, programs = tl.program_id(0) // SLICES, tl.num_programs(0) // SLICES
     o_d, m_d = find_columns(C)
-    step = tl.load(parameters.p_step + program % C.G * parameters.step_per_head).to(C.WIDE)
+    step = tl.load(parameters.p_step + find_set(program % C.G, C.G, parameters.step_per_head, C)).to(C.WIDE)
     o_slice = i_slice * C.SLICE + tl.arange(0, C.SLICE)
-    n = load_force(parameters.key, program % C.G * parameters.per_head, o_slice, o_d, m_d, C)
+    n = load_force(parameters.key, find_set(program % C.G, C.G, parameters.per_head, C), o_slice, o_d, m_d, C)
     b_dw1 = tl.zeros([n.o_h.shape[0], C.DP], C.WIDE)
     b_dw2, b_db1, b_db2 = tl.zeros([1, 1], C.WIDE), tl.zeros([1, 1, 1], C.WIDE), tl.zeros([1, 1], C.WIDE)
     if C.FORCE == MLP:
@@ -149,6 +153,7 @@ def force_gradients_kernel(
     if C.FORCE == GRADIENT:
         b_db2 = tl.zeros([C.BM // 16, 8, C.SLICE], C.WIDE)
 
+    p_left += (tl.zeros([], tl.int64) + find_member(C) * tiles) * C.UNIT
     if C.LEAN:
         count = count_units(tiles, program, programs, 1, C)
         for i in tl.range(0, count, num_stages=C.STAGES):
@@ -162,7 +167,7 @@ def force_gradients_kernel(
             b_u, b_dy = load_unit(p_left, i_unit, 0, 2, C), load_unit(p_left, i_unit, 1, 2, C)
             b_dw1, b_db1, b_dw2, b_db2 = add_evaluation(b_u, b_dy, b_dw1, b_db1, b_dw2, b_db2, n, C)
 
-    p_sums += program.to(tl.int64) * total
+    p_sums += (find_member(C) * programs + program).to(tl.int64) * total
     if C.FORCE == MLP:
         along = tl.sum(tl.sum(b_dw2 * n.w2.to(C.WIDE), 1), 0)
         store_matrix(p_sums + offsets.p_w2, step * b_dw2, n.o_h, n.m_h, 1, o_d, m_d, C.WIDTH)
@@ -180,9 +185,10 @@ def force_gradients_kernel(
     if is_given(n.b1):
         tl.store(p_sums + offsets.p_b1 + n.o_h, step * tl.sum(tl.sum(b_db1, 0), 0), mask=n.m_h)
     if SLICES > 1:
-        tl.store(p_kicks + tl.program_id(0), along)
+        tl.store(p_kicks + find_program(C), along)
         along = tl.zeros([], C.WIDE)
     if i_slice == 0:
+        p_drifts += find_member(C) * drifts * aside
         for i_drift in range(program, drifts, programs):  # of this program's key head, if headed
             along += tl.load(p_drifts + i_drift * aside)
         tl.store(p_sums + o_step, along)
@@ -204,11 +210,13 @@ def affine_gradients_kernel(
     i_slice = tl.program_id(0) % SLICES
     program, programs = tl.program_id(0) // SLICES, tl.num_programs(0) // SLICES
     o_d, m_d = find_columns(C)
-    n = load_affine(weights, program % C.G * per_head, i_slice * C.SLICE + tl.arange(0, C.SLICE), o_d, m_d, C)
+    o_slice = i_slice * C.SLICE + tl.arange(0, C.SLICE)
+    n = load_affine(weights, find_set(program % C.G, C.G, per_head, C), o_slice, o_d, m_d, C)
     b_dw1, b_dw2 = tl.zeros([C.SLICE, C.DP], C.WIDE), tl.zeros([C.SLICE, C.DP], C.WIDE)
     b_dw3, b_db1 = tl.zeros([C.SLICE, C.DP], C.WIDE), tl.zeros([C.BM // 16, 8, C.SLICE], C.WIDE)
     b_db2, b_db3 = tl.zeros([16, C.DP], C.WIDE), tl.zeros([16, C.DP], C.WIDE)
 
+    p_left += (tl.zeros([], tl.int64) + find_member(C) * tiles) * C.UNIT
     count = count_units(tiles, program, programs, C.STEPS, C)
     i_unit = find_unit(0, program, programs, C.STEPS, C)
     b_next_u = load_unit(p_left, i_unit, 0, 6, C)
@@ -231,7 +239,7 @@ def affine_gradients_kernel(
             b_db2 += sum_loaded_rows(b_draw, C)
             b_db3 += sum_loaded_rows(b_dy, C)
 
-    p_sums += program.to(tl.int64) * total
+    p_sums += (find_member(C) * programs + program).to(tl.int64) * total
     store_matrix(p_sums + offsets.p_w1, b_dw1, n.o_h, n.m_h, C.D, o_d, m_d, 1)
     store_matrix(p_sums + offsets.p_w2, b_dw2, n.o_h, n.m_h, 1, o_d, m_d, C.WIDTH)
     store_matrix(p_sums + offsets.p_w2 + C.D * C.WIDTH, b_dw3, n.o_h, n.m_h, 1, o_d, m_d, C.WIDTH)

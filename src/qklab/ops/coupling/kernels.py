@@ -21,7 +21,9 @@ from qklab.ops.coupling.tiles import (
     find_columns,
     find_first_row,
     find_head_rows,
+    find_member,
     find_output_rows,
+    find_program,
     find_query_rows,
     hold_angles,
     hold_no_angles,
@@ -37,8 +39,7 @@ from qklab.ops.coupling.tiles import (
 @triton.jit
 def find_tile(q, i_block, i_g, rows, T, C):
     """The first row of a block and its queries' tile."""
-    i_row = find_first_row(i_block, rows, T, C)
-    m_rows = i_row + tl.arange(0, C.BM) < rows
+    i_row, m_rows = find_first_row(i_block, rows, T, C)
     return i_row, Tile(find_head_rows(q, i_g * C.R, i_row, T, C), q.head, m_rows, tl.arange(0, C.DP // 2))
 
 
@@ -72,7 +73,7 @@ def forward_kernel(
     p_q_out,  # [B, T, G·R, D], contiguous
     p_k_out,  # [B, T, G, D], contiguous
     eps,
-    rows,
+    rows,  # of a member
     T,
     F,  # maps.Functions
     C: tl.constexpr,  # Constants
@@ -122,7 +123,7 @@ def backward_kernel(
     eps,
     rows,
     T,
-    begin,  # first block of this launch
+    begin,  # a member's first block of this launch
     tiles,  # and how many tiles it has
     F,
     C: tl.constexpr,
@@ -130,7 +131,7 @@ def backward_kernel(
     first, last, stride = divide_tiles(tiles, C)
     o_d, m_d = find_columns(C)
     m = F.load(parameters, tl.program_id(0) % C.G, o_d, m_d, C)
-    p_sums += tl.program_id(0).to(tl.int64) * (1 + 2 * C.D)
+    p_sums += find_program(C) * (1 + 2 * C.D)
     p_dgain_q, p_dgain_k = p_sums + 1, p_sums + 1 + C.D
     clear_sum(p_dgain_q, gains.p_q, o_d, m_d)
     clear_sum(p_dgain_k, gains.p_k, o_d, m_d)
@@ -140,14 +141,14 @@ def backward_kernel(
     o_state = tl.arange(0, C.BM)[:, None] * C.DP + tl.arange(0, C.DP)[None, :]
     p_state = None
     if p_states is not None:
-        p_state = p_states + tl.program_id(0).to(tl.int64) * C.STATES + o_state
+        p_state = p_states + find_program(C) * C.STATES + o_state
 
     o_held, b_cos, b_sin = hold_no_angles(C)
     for i_tile in tl.range(first, last, stride, num_stages=C.STAGES):
         i_g = i_tile % C.G
         i_row, tile = find_tile(q, begin + i_tile // C.G, i_g, rows, T, C)
         p_dqueries = find_head_rows(dq_out, i_g * C.R, i_row, T, C)
-        p_unit = p_left + (tl.zeros([], tl.int64) + i_tile) * C.UNIT + o_state
+        p_unit = p_left + (tl.zeros([], tl.int64) + find_member(C) * tiles + i_tile) * C.UNIT + o_state
         b_start = load_group_mean(tile, C)
         b_k = load_rows(find_head_rows(k, i_g, i_row, T, C), tile, C.WIDE, C)
         b_q_end, b_k_end, b_kept_q, b_kept_k, b_key, b_log = F.repeat(b_start, b_k, m, p_unit, p_state, C)

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qklab.ops.coupling import gradients, kernels, uncoupled
-from qklab.ops.coupling.api import layout
+from qklab.ops.coupling.api import is_per_head, layout
 from qklab.ops.coupling.maps import MAPS
 from qklab.ops.coupling.networks import GRADIENT, LINEAR, MLP, MapParameters, NetworkPointers
 from qklab.ops.coupling.tiles import INTERPRETED, AngleTables, Constants, Gains, Heads
@@ -57,8 +57,8 @@ def choose_launch(direction: str, kind: str, DP: int, HP: int, plain: bool) -> L
     return Launch(stages=2) if direction == "backward" else Launch(stages=3, hold=True)
 
 
-def run(kernel: Any, programs: int, how: Launch, *arguments: Any) -> None:
-    kernel[(programs,)](*arguments, num_warps=how.warps, maxnreg=how.registers)
+def run(kernel: Any, grid: tuple[int, int], how: Launch, *arguments: Any) -> None:
+    kernel[grid](*arguments, num_warps=how.warps, maxnreg=how.registers)
 
 
 def pad_width(width: int) -> int:
@@ -100,24 +100,27 @@ class Call:
         eps: float | None,
         turn_key: bool,
         precision: torch.dtype,
+        members: int | None,
     ):
         self.q, self.k, self.kind, self.limit = make_row_major(q), make_row_major(k), kind, scale_limit
         self.T, self.H, self.D = q.shape[1:]
         self.G = k.shape[2]
-        self.rows = q.shape[0] * self.T
+        self.members = members or 1
+        self.rows = q.shape[0] // self.members * self.T  # of a member
         self.steps, self.precision, self.eps = steps, precision, eps
         self.plain = steps == 1 and eps is None
         self.wide = torch.promote_types(q.dtype, torch.float32)
         self.weights = {name: w.contiguous() for name, w in zip(names.split(","), weights, strict=True)}
-        self.gradient_rows, spans = layout(weights, self.G)
+        self.gradient_rows, spans = layout(weights, self.G, members)
         self.starts = {name: start for name, (start, _) in zip(self.weights, spans, strict=True)}
         self.total = max((stop for _, stop in spans), default=0)
         self.angles = self.place_angles(angles)
         inner = self.weights["inner0"]
-        self.per_head = int(inner.dim() == 3)
+        self.per_head = int(is_per_head(inner, members))
+        self.step_per_head = int("step" in self.weights and is_per_head(self.weights["step"], members))
         self.DP, self.HP = pad_width(self.D), pad_width(inner.shape[-2])
         # where key heads have weights, or steps, of their own, a program keeps to one
-        self.headed = self.gradient_rows > 1
+        self.headed = self.gradient_rows > self.members
         two_layers = MLP if "outer0" in self.weights else LINEAR
         self.force = GRADIENT if "amplitude0" in self.weights else two_layers
         self.map = MAPS.get(kind)  # uncoupled has kernels of its own
@@ -126,7 +129,7 @@ class Call:
             "G": self.G, "R": self.H // self.G, "D": self.D, "DP": self.DP, "WIDTH": inner.shape[-2], "HP": self.HP,
             "PAIRS": angles[0].shape[-1] if angles else 0, "TURN_K": turn_key, "NORM": eps is not None, "STEPS": steps,
             "KIND": self.map.variant.value if self.map else -1, "FORCE": self.force.value, "STRETCH": self.stretches,
-            "HEADED": self.headed, "DOT": DTYPES[precision], "WIDE": DTYPES[self.wide],
+            "HEADED": self.headed, "MEMBERS": self.members > 1, "DOT": DTYPES[precision], "WIDE": DTYPES[self.wide],
             # rounding to 16 bits hides what the GPU's own tanh leaves out
             "FAST": q.is_cuda and precision.itemsize == 2,
         }  # fmt: skip
@@ -161,9 +164,8 @@ class Call:
         return NetworkPointers(s[f"inner{i}"], s.get(f"inner_bias{i}", 0), s.get(f"outer{i}", 0), last)
 
     def parameters(self, query: NetworkPointers | None, key: NetworkPointers) -> MapParameters:
-        step = self.weights.get("step")
-        step_per_head = int(step is not None and step.dim() == 3)
-        return MapParameters(step, step_per_head, self.limit if self.stretches else None, self.per_head, query, key)
+        step, limit = self.weights.get("step"), self.limit if self.stretches else None
+        return MapParameters(step, self.step_per_head, limit, self.per_head, query, key)
 
     def inputs(self) -> tuple[Any, ...]:
         """The first arguments of `forward_kernel` and `backward_kernel`."""
@@ -174,25 +176,28 @@ class Call:
     def size(self) -> tuple[float, int, int]:
         return self.eps or 0.0, self.rows, self.T
 
-    def processors(self) -> int:
-        return torch.cuda.get_device_properties(self.q.device).multi_processor_count if self.q.is_cuda else 2
+    def share_programs(self, how: Launch) -> int:
+        """Programs of a member, all of which run at a time."""
+        gpu = torch.cuda.get_device_properties(self.q.device).multi_processor_count if self.q.is_cuda else 2
+        return gpu * how.programs // self.members
 
     def head_grid(self, how: Launch, heads: int) -> int:
-        """Programs: a whole number for each head, no more than there are blocks."""
+        """Programs of a member: a whole number for each head, no more than there are blocks."""
         blocks = triton.cdiv(self.rows, how.block)
-        return heads * max(1, min(blocks, self.processors() * how.programs // heads))
+        return heads * max(1, min(blocks, self.share_programs(how) // heads))
 
     def tile_grid(self, how: Launch, tiles: int, slices: int = 1) -> int:
-        """Programs (by `slices` at a time) for so many tiles, a tile being a block of one key head; a whole number for
-        each head if headed."""
-        programs = max(1, min(tiles, self.processors() * how.programs // slices))
+        """Programs (by `slices` at a time) for so many tiles of a member, a tile being a block of one key head; a whole
+        number for each head if headed."""
+        programs = max(1, min(tiles, self.share_programs(how) // slices))
         return self.G * max(1, programs // self.G) if self.headed else programs
 
     def sum_programs(self, sums: Tensor, heads: int) -> Tensor:
-        """[programs, total] → [G or 1, total]: programs of one key head lie `heads` rows apart."""
+        """[launches, S, programs, total] → [S · (G or 1), total]: programs of one key head lie `heads` rows apart."""
+        sums = sums.transpose(0, 1).flatten(1, 2)
         if not self.headed:
-            return sums.sum(0, keepdim=True)
-        return sums.unflatten(0, (-1, self.G, heads // self.G)).sum((0, 2))
+            return sums.sum(1)
+        return sums.unflatten(1, (-1, self.G, heads // self.G)).sum((1, 3)).flatten(0, 1)
 
     def plan_workspace(self) -> Left:
         if self.stretches:
@@ -214,17 +219,17 @@ def forward(q: Tensor, k: Tensor, *choices: Any) -> tuple[Tensor, Tensor]:
     if call.map is None:
         for i, (x, out) in enumerate(((call.q, q_out), (call.k, k_out))):
             *inputs, C = uncoupled_arguments(call, how, i, x)
-            programs = call.head_grid(how, x.shape[2])
-            run(uncoupled.uncoupled_forward_kernel, programs, how, *inputs, out, *call.size(), C)
+            grid = call.head_grid(how, x.shape[2]), call.members
+            run(uncoupled.uncoupled_forward_kernel, grid, how, *inputs, out, *call.size(), C)
     else:
-        programs = call.tile_grid(how, triton.cdiv(call.rows, how.block) * call.G)
+        grid = call.tile_grid(how, triton.cdiv(call.rows, how.block) * call.G), call.members
         arguments = (*call.inputs(), q_out, k_out, *call.size(), call.map.functions, call.constants(how))
-        run(kernels.forward_kernel, programs, how, *arguments)
+        run(kernels.forward_kernel, grid, how, *arguments)
     return q_out, k_out
 
 
 def backward(dq_out: Tensor, dk_out: Tensor, q: Tensor, k: Tensor, *choices: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and the weights' gradients in a row [G or 1, total]."""
+    """dq, dk and the weights' gradients in a row [S · (G or 1), total]."""
     call = Call(q, k, *choices)
     dq_out, dk_out = make_row_major(dq_out), make_row_major(dk_out)
     dq, dk = q.new_empty(q.shape), k.new_empty(k.shape)
@@ -246,7 +251,8 @@ class Workspace:
     def __init__(self, call: Call, how: Launch, left: Left):
         self.call, self.blocks = call, triton.cdiv(call.rows, how.block)
         size = call.G * left.tiles * how.block * call.DP
-        most = max(1, min(self.blocks, WORKSPACE // max(1, size * call.precision.itemsize)))
+        S = call.members
+        most = max(1, min(self.blocks, WORKSPACE // max(1, S * size * call.precision.itemsize)))
         self.most = triton.cdiv(self.blocks, triton.cdiv(self.blocks, most))
         self.count = triton.cdiv(self.blocks, self.most)
         self.programs = call.tile_grid(how, self.most * call.G)
@@ -255,25 +261,25 @@ class Workspace:
         self.slices = call.HP // self.slice
         # a headed program takes whole tiles
         self.later = call.tile_grid(self.then, self.most * call.G * (1 if call.headed else left.units), self.slices)
-        self.sums = call.q.new_empty((self.count, self.later, call.total), dtype=call.wide)
-        self.asides = call.q.new_empty((self.count, self.programs, 1 + 2 * call.D), dtype=call.wide)
-        self.kicks = call.q.new_empty((self.count, self.later, self.slices), dtype=call.wide)
-        self.tiles = call.q.new_empty(self.most * size, dtype=call.precision)
+        self.sums = call.q.new_empty((self.count, S, self.later, call.total), dtype=call.wide)
+        self.asides = call.q.new_empty((self.count, S, self.programs, 1 + 2 * call.D), dtype=call.wide)
+        self.kicks = call.q.new_empty((self.count, S, self.later, self.slices), dtype=call.wide)
+        self.tiles = call.q.new_empty(S * self.most * size, dtype=call.precision)
 
     def __iter__(self) -> Iterator[tuple[int, int, int]]:
-        """Number of a pass, its first block, and how many tiles it has."""
+        """Number of a pass, a member's first block, and how many tiles it has."""
         for i in range(self.count):
             begin = i * self.most
             yield i, begin, min(self.most, self.blocks - begin) * self.call.G
 
     def gradients(self) -> Tensor:
-        """The weights' gradients [G or 1, total]."""
+        """The weights' gradients [S · (G or 1), total]."""
         call = self.call
-        flat = call.sum_programs(self.sums.flatten(0, 1), call.G)
+        flat = call.sum_programs(self.sums, call.G)
         if "step" in call.starts and self.slices > 1:
-            flat[:, call.starts["step"]] += call.sum_programs(self.kicks.flatten(0, 1), call.G).sum(1)
+            flat[:, call.starts["step"]] += call.sum_programs(self.kicks, call.G).sum(1)
         if call.starts.keys() & {"query_gain", "key_gain"}:
-            gains = call.sum_programs(self.asides.flatten(0, 1), call.G)[:, 1:].split(call.D, 1)
+            gains = call.sum_programs(self.asides, call.G)[:, 1:].split(call.D, 1)
             for name, gain in zip(("query_gain", "key_gain"), gains, strict=True):
                 if name in call.starts:
                     flat[:, call.starts[name] :][:, : call.D] = gain
@@ -281,33 +287,34 @@ class Workspace:
 
 
 def coupled_backward(call: Call, how: Launch, dq_out: Tensor, dk_out: Tensor, dq: Tensor, dk: Tensor) -> Tensor:
-    """Fills dq and dk, and returns the weights' gradients in a row [G or 1, total]."""
+    """Fills dq and dk, and returns the weights' gradients in a row [S · (G or 1), total]."""
     left, size = call.plan_workspace(), how.block * call.DP
     space = Workspace(call, how, left)
     states = None
     if left.states and call.steps > 1:
         dtype = call.wide if call.stretches else call.precision
-        states = call.q.new_empty((space.programs, left.states * size), dtype=dtype)
-    lean = {"LEAN": left.lean, "LEFT": left.evaluations}
+        states = call.q.new_empty((call.members * space.programs, left.states * size), dtype=dtype)
+    unit = {"LEAN": left.lean, "LEFT": left.evaluations, "UNIT": left.tiles * size}
     assert call.map is not None
-    C = call.constants(how, UNIT=left.tiles * size, STATES=left.states * size, **lean)
-    C_later = call.constants(space.then, SLICE=space.slice, **lean)
+    C = call.constants(how, STATES=left.states * size, **unit)
+    C_later = call.constants(space.then, SLICE=space.slice, **unit)
     for i, begin, tiles in space:
         run(
-            kernels.backward_kernel, space.programs, how, *call.inputs(), make_heads(dq_out), make_heads(dk_out),
-            dq, dk, space.asides[i], space.tiles, states, *call.size(), begin, tiles, call.map.functions, C,
+            kernels.backward_kernel, (space.programs, call.members), how, *call.inputs(), make_heads(dq_out),
+            make_heads(dk_out), dq, dk, space.asides[i], space.tiles, states, *call.size(), begin, tiles,
+            call.map.functions, C,
         )  # fmt: skip
-        programs = space.later * space.slices
+        grid = space.later * space.slices, call.members
         if call.stretches:
             for network, first in ((0, 3), (1, 0)):  # a step's key tiles lie before its query tiles
                 run(
-                    gradients.affine_gradients_kernel, programs, space.then, space.tiles[first * size :],
+                    gradients.affine_gradients_kernel, grid, space.then, space.tiles[first * size :],
                     call.network(network), call.per_head, space.sums[i], call.offsets(network), call.total, tiles,
                     C_later,
                 )  # fmt: skip
         else:
             run(
-                gradients.force_gradients_kernel, programs, space.then, make_heads(call.q),
+                gradients.force_gradients_kernel, grid, space.then, make_heads(call.q),
                 call.parameters(None, call.network(0)), dk, space.tiles, space.asides[i], space.sums[i],
                 space.kicks[i], call.offsets(0), call.starts["step"], call.total, space.programs,
                 1 + 2 * call.D, call.rows, call.T, begin, tiles, C_later,
@@ -327,14 +334,15 @@ def uncoupled_arguments(call: Call, how: Launch, i: int, x: Tensor) -> tuple[Any
 def uncoupled_backward(call: Call, how: Launch, i: int, x: Tensor, dout: Tensor, dx: Tensor) -> Tensor:
     heads = x.shape[2]
     programs = call.head_grid(how, heads)
-    sums = x.new_zeros((programs, call.total), dtype=call.wide)  # the other side's weights get nothing from here
+    # the other side's weights get nothing from here
+    sums = x.new_zeros((1, call.members, programs, call.total), dtype=call.wide)
     states = None
     if call.steps > 1:
-        states = x.new_empty((programs, call.steps, how.block, call.DP), dtype=call.wide)
+        states = x.new_empty((call.members * programs, call.steps, how.block, call.DP), dtype=call.wide)
     *inputs, C = uncoupled_arguments(call, how, i, x)
     o_gain = call.starts.get(("query_gain", "key_gain")[i], 0)
     run(
-        uncoupled.uncoupled_backward_kernel, programs, how, *inputs, make_heads(dout), dx, sums, states,
+        uncoupled.uncoupled_backward_kernel, (programs, call.members), how, *inputs, make_heads(dout), dx, sums, states,
         call.offsets(i), call.starts["step"], o_gain, call.total, *call.size(), C,
     )  # fmt: skip
     return call.sum_programs(sums, heads)

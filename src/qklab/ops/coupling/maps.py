@@ -31,7 +31,7 @@ from qklab.ops.coupling.networks import (
     scale_and_shift,
     scale_and_shift_backward,
 )
-from qklab.ops.coupling.tiles import load_group_mean
+from qklab.ops.coupling.tiles import find_set, load_group_mean
 
 EULER = tl.constexpr(0)
 KICK_DRIFT = tl.constexpr(1)
@@ -66,8 +66,9 @@ class Functions(NamedTuple):
 
 @triton.jit
 def load_forced(parameters, i_head, o_d, m_d, C):
-    step = tl.load(parameters.p_step + i_head * parameters.step_per_head).to(C.WIDE)
-    network = load_force(parameters.key, i_head * parameters.per_head, tl.arange(0, C.HP), o_d, m_d, C)
+    step = tl.load(parameters.p_step + find_set(i_head, C.G, parameters.step_per_head, C)).to(C.WIDE)
+    i_w = find_set(i_head, C.G, parameters.per_head, C)
+    network = load_force(parameters.key, i_w, tl.arange(0, C.HP), o_d, m_d, C)
     return LoadedForce(step, network, load_biases(network, C))
 
 
@@ -199,7 +200,7 @@ def shear_backward(b_dq, b_dk, b_dlog, b_dstep, kept, m, tile, p_left, p_states,
 
 @triton.jit
 def load_stretch(parameters, i_head, o_d, m_d, C):
-    i_w, o_h = i_head * parameters.per_head, tl.arange(0, C.HP)
+    i_w, o_h = find_set(i_head, C.G, parameters.per_head, C), tl.arange(0, C.HP)
     query = load_affine(parameters.query, i_w, o_h, o_d, m_d, C)
     return LoadedStretch(parameters.limit, query, load_affine(parameters.key, i_w, o_h, o_d, m_d, C))
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from qklab.ops.coupling.tiles import product
+from qklab.ops.coupling.tiles import find_member, product
 
 MLP = tl.constexpr(0)
 GRADIENT = tl.constexpr(1)
@@ -20,7 +20,7 @@ LINEAR = tl.constexpr(2)
 
 
 class NetworkPointers(NamedTuple):
-    """Where one network's weights lie, or their gradients."""
+    """Where one network's weights lie, [S, …] of members, or their gradients."""
 
     p_w1: Any  # [G or 1, h, D]
     p_b1: Any  # [h] or None
@@ -67,12 +67,9 @@ def store_matrix(p_w, b_w, o_row, m_row, row, o_col, m_col, col):
 
 
 @triton.jit
-def keep_bias(p_b, C):
-    """p_b, or one zero in its place: a function's result cannot hold None."""
-    b_b = p_b
-    if p_b is None:
-        b_b = tl.zeros([1], C.WIDE)
-    return b_b
+def keep_bias(p_b, o_b, C):
+    """p_b + o_b, or one zero in its place: a function's result cannot hold None."""
+    return tl.zeros([1], C.WIDE) if p_b is None else p_b + o_b
 
 
 @triton.constexpr_function
@@ -98,17 +95,19 @@ def load_vector(p_b, o_b, m_b, WIDE: tl.constexpr):
 
 @triton.jit
 def load_force(weights, i_w, o_h, o_d, m_d, C):
-    """The force of key head i_w, hidden entries o_h: its matrices loaded."""
+    """The force whose matrices are set i_w, hidden entries o_h: its matrices loaded."""
     m_h = o_h < C.WIDTH
     if C.FORCE == LINEAR:
         o_h, m_h = o_d, m_d  # its rows, too, are a head's entries
     b_w1 = load_matrix(weights.p_w1 + i_w * C.WIDTH * C.D, o_h, m_h, C.D, o_d, m_d, 1, C)
-    b_w2, b2 = b_w1, keep_bias(weights.p_b2, C)
+    b_w2, b1 = b_w1, keep_bias(weights.p_b1, find_member(C) * C.WIDTH, C)
     if C.FORCE == MLP:
         b_w2 = load_matrix(weights.p_w2 + i_w * C.WIDTH * C.D, o_h, m_h, 1, o_d, m_d, C.WIDTH, C)
     if C.FORCE == GRADIENT:
-        b2 += i_w * C.WIDTH
-    return LoadedNetwork(b_w1, b_w2, b_w1, keep_bias(weights.p_b1, C), b2, o_h, m_h, o_d, m_d)
+        b2 = keep_bias(weights.p_b2, i_w * C.WIDTH, C)
+    else:
+        b2 = keep_bias(weights.p_b2, find_member(C) * C.D, C)
+    return LoadedNetwork(b_w1, b_w2, b_w1, b1, b2, o_h, m_h, o_d, m_d)
 
 
 @triton.jit
@@ -121,13 +120,14 @@ def load_biases(n, C):
 
 @triton.jit
 def load_affine(weights, i_w, o_h, o_d, m_d, C):
-    """An affine map's network of key head i_w: W1, and of the outer layer [2D, h] the scale's and the shift's half."""
+    """An affine map's network, set i_w: W1, and of the outer layer [2D, h] the scale's and the shift's half."""
     m_h = o_h < C.WIDTH
     b_w1 = load_matrix(weights.p_w1 + i_w * C.WIDTH * C.D, o_h, m_h, C.D, o_d, m_d, 1, C)
     p_w2 = weights.p_w2 + i_w * 2 * C.D * C.WIDTH
     b_w2 = load_matrix(p_w2, o_h, m_h, 1, o_d, m_d, C.WIDTH, C)
     b_w3 = load_matrix(p_w2 + C.D * C.WIDTH, o_h, m_h, 1, o_d, m_d, C.WIDTH, C)
-    b1, b2 = keep_bias(weights.p_b1, C), keep_bias(weights.p_b2, C)
+    i_member = find_member(C)
+    b1, b2 = keep_bias(weights.p_b1, i_member * C.WIDTH, C), keep_bias(weights.p_b2, i_member * 2 * C.D, C)
     return LoadedNetwork(b_w1, b_w2, b_w3, b1, b2, o_h, m_h, o_d, m_d)
 
 

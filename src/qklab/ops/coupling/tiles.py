@@ -37,7 +37,7 @@ class AngleTables(NamedTuple):
 
 
 class Gains(NamedTuple):
-    """[D] each, or None."""
+    """[D] each, or of members [S, D]; or None."""
 
     p_q: Any
     p_k: Any
@@ -60,6 +60,7 @@ class Constants(NamedTuple):
     FORCE: Any
     STRETCH: Any  # whether a map stretches the differences between a group's query heads
     HEADED: Any  # whether a program keeps to one key head
+    MEMBERS: Any  # whether weights and rows are those of several models, to one of which a program keeps
     DOT: Any  # dtype of the products' operands
     WIDE: Any  # dtype of the states
     FAST: Any  # whether the GPU's own tanh does
@@ -82,6 +83,27 @@ class Tile(NamedTuple):
     head: Any  # from one query head to the next
     m_rows: Any  # [BM]
     o_j: Any  # [DP/2]
+
+
+@triton.jit
+def find_member(C):
+    """Whose rows and weights a program has: programs of one member lie along the grid's first axis."""
+    i_member = 0
+    if C.MEMBERS:
+        i_member = tl.program_id(1)
+    return i_member
+
+
+@triton.jit
+def find_program(C):
+    """A program's number among those of all members, of which every member has as many."""
+    return (find_member(C) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
+
+
+@triton.jit
+def find_set(i_head, heads, per_head, C):
+    """Which set of weights a key head has: a member has one, or, if per_head is 1 and not 0, one for each."""
+    return i_head * per_head + find_member(C) * (1 + (heads - 1) * per_head)
 
 
 @triton.jit
@@ -209,14 +231,15 @@ def find_query_rows(p_x, i_row, i_g, i_r, C):
 
 @triton.jit
 def find_first_row(i_block, rows, T, C):
-    """Row of [B, T, …] that a block starts with.
+    """Row of [B, T, …] that a member's block starts with, and which of its rows [BM] are among the member's.
 
     FULL: blocks of the same tokens in all batch rows follow each other, so that they find their angles loaded.
     """
     i_row = i_block * C.BM
     if C.FULL:
         i_row = i_block % (rows // T) * T + i_block // (rows // T) * C.BM
-    return i_row
+    m_rows = i_row + tl.arange(0, C.BM) < rows
+    return i_row + find_member(C) * rows, m_rows
 
 
 @triton.jit
@@ -256,10 +279,10 @@ def hold_no_angles(C):
 
 @triton.jit
 def load_gain(p_gain, o_d, m_d, C):
-    """[DP]; ones where there is none."""
+    """A member's [DP]; ones where there is none."""
     b_gain = tl.full([C.DP], 1.0, C.WIDE)
     if p_gain is not None:
-        b_gain = tl.load(p_gain + o_d, mask=m_d, other=0.0).to(C.WIDE)
+        b_gain = tl.load(p_gain + find_member(C) * C.D + o_d, mask=m_d, other=0.0).to(C.WIDE)
     return b_gain
 
 

@@ -27,8 +27,11 @@ from qklab.ops.coupling.tiles import (
     add_columns,
     clear_sum,
     find_columns,
+    find_first_row,
     find_head_rows,
     find_output_rows,
+    find_program,
+    find_set,
     load_angles,
     load_gain,
     load_rows,
@@ -42,16 +45,16 @@ from qklab.ops.coupling.tiles import (
 @triton.jit
 def load_parameters(parameters, i_head, o_d, m_d, C):
     """The step and the force of a head."""
-    step = tl.load(parameters.p_step + i_head // C.R * parameters.step_per_head).to(C.WIDE)
-    i_w = i_head // C.R * parameters.per_head
+    step = tl.load(parameters.p_step + find_set(i_head // C.R, C.G // C.R, parameters.step_per_head, C)).to(C.WIDE)
+    i_w = find_set(i_head // C.R, C.G // C.R, parameters.per_head, C)
     return step, load_force(parameters.key, i_w, tl.arange(0, C.HP), o_d, m_d, C)
 
 
 @triton.jit
-def find_head_tile(x, i_row, i_head, rows, T, C):
-    """A head's tile of the block that starts at i_row."""
-    m_rows = i_row + tl.arange(0, C.BM) < rows
-    return Tile(find_head_rows(x, i_head, i_row, T, C), x.head, m_rows, tl.arange(0, C.DP // 2))
+def find_head_tile(x, i_block, i_head, rows, T, C):
+    """The first row of a block and a head's tile."""
+    i_row, m_rows = find_first_row(i_block, rows, T, C)
+    return i_row, Tile(find_head_rows(x, i_head, i_row, T, C), x.head, m_rows, tl.arange(0, C.DP // 2))
 
 
 @triton.jit
@@ -70,8 +73,7 @@ def uncoupled_forward_kernel(x, angles, parameters, p_gain, p_out, eps, rows, T,
     b_gain = load_gain(p_gain, o_d, m_d, C)
     first, stride = tl.program_id(0) // C.G, tl.num_programs(0) // C.G
     for i_block in tl.range(first, tl.cdiv(rows, C.BM), stride, num_stages=C.STAGES):
-        i_row = i_block * C.BM
-        tile = find_head_tile(x, i_row, i_head, rows, T, C)
+        i_row, tile = find_head_tile(x, i_block, i_head, rows, T, C)
         b_x = load_rows(tile.p_queries, tile, C.WIDE, C)
         b_cos, b_sin = load_block_angles(angles, i_row, tile, T, C)
         for _ in range(C.STEPS):
@@ -133,7 +135,7 @@ def uncoupled_backward_kernel(
     if C.FORCE == MLP:
         b_dw2 = tl.zeros([C.HP, C.DP], C.WIDE)
     b_gain, b_dstep = load_gain(p_gain, o_d, m_d, C), tl.zeros([C.BM], C.WIDE)
-    p_sums += tl.program_id(0).to(tl.int64) * total
+    p_sums += find_program(C) * total
     p_db1, p_db2 = p_sums + offsets.p_b1, p_sums + offsets.p_b2
     clear_sum(p_db1, parameters.key.p_b1, n.o_h, n.m_h)
     if C.FORCE == GRADIENT:
@@ -144,15 +146,14 @@ def uncoupled_backward_kernel(
     tl.debug_barrier()
     first, stride = tl.program_id(0) // C.G, tl.num_programs(0) // C.G
     for i_block in tl.range(first, tl.cdiv(rows, C.BM), stride, num_stages=C.STAGES):
-        i_row = i_block * C.BM
-        tile = find_head_tile(x, i_row, i_head, rows, T, C)
+        i_row, tile = find_head_tile(x, i_block, i_head, rows, T, C)
         b_x = load_rows(tile.p_queries, tile, C.WIDE, C)
         b_dx = load_rows(find_head_rows(dout, i_head, i_row, T, C), tile, C.WIDE, C)
         b_cos, b_sin = load_block_angles(angles, i_row, tile, T, C)
         b_end = b_x
         if C.STEPS > 1:
             o_state = tl.arange(0, C.BM)[:, None] * C.DP + tl.arange(0, C.DP)[None, :]
-            p_state = p_states + tl.program_id(0).to(tl.int64) * (C.STEPS * C.BM * C.DP) + o_state
+            p_state = p_states + find_program(C) * (C.STEPS * C.BM * C.DP) + o_state
             tl.debug_barrier()
         if C.STEPS > 1 or C.NORM:
             for i_step in range(C.STEPS):

@@ -42,8 +42,7 @@ def differential(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, attend: Attend
         [attend(query.flatten(2, 3), key, part) for part in parts] for query, key in zip(queries, keys, strict=True)
     ]
     first, second = (output[0] if len(output) == 1 else torch.cat(output, -1) for output in outputs)
-    if weight.dim():
-        weight = spread_members(weight, len(weight), len(q), 3)
+    weight = spread_members(weight, len(weight) if weight.dim() else None, len(q), 3)
     return first - (weight * second).to(first.dtype)
 
 

@@ -21,9 +21,10 @@ from qklab.data.spec import DataError
 from qklab.study import compare, sizes
 from qklab.study.compare import ComparisonPlan, ComparisonRequest
 from qklab.study.executors import WorkerSlots
-from qklab.study.plan import plan_tuning_runs
+from qklab.study.plan import count_runs, plan_tuning_runs
 from qklab.study.records import Analyses, StudyRecord
 from qklab.study.spec import StudyError, StudySpec
+from qklab.train.spec import RunSpec
 
 TWO = WorkerSlots(2, 1)
 
@@ -32,7 +33,7 @@ TWO = WorkerSlots(2, 1)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine whose speed is the test's to say, by the width of the model, and text that needs no reading."""
     seconds = {64: 0.01, 128: 0.1, 256: 0.4, 384: 0.8, 512: 2.0, 768: 6.0}
-    monkeypatch.setattr(sizes, "measure_step", lambda run, device, threads: seconds[run.model.width])
+    monkeypatch.setattr(sizes, "measure_step", lambda run, device, threads, members: seconds[run.model.width])
     monkeypatch.setattr(compare, "refuse_unusable", lambda spec, data: None)
 
 
@@ -69,7 +70,7 @@ def test_the_largest_size_that_gets_ten_tokens_a_parameter(quick: None) -> None:
 
 def test_the_arms_speed_is_that_of_all_runs_at_once(quick: None) -> None:
     run = plan().study.run("standard", "stdlib", 1e-3, 0)
-    assert sizes.measure_arm_speed(run, TWO) == pytest.approx(2 * 512 / 0.01)
+    assert sizes.measure_arm_speed(run, TWO, 15) == pytest.approx(2 * 512 / 0.01)
 
 
 def test_a_size_that_is_asked_for_is_taken(quick: None) -> None:
@@ -119,20 +120,36 @@ def test_a_text_that_cannot_be_used_is_told_before_anything_is_measured(
             plan(texts=(text,))
 
 
-def test_small_runs_share_a_gpu() -> None:
+def test_populations_share_a_gpu_and_larger_runs_do_not() -> None:
+    def run(size: str) -> RunSpec:
+        return compare.make_study(size, ComparisonRequest(), 2**20).run("standard", "stdlib", 1e-3, 0)
+
     gpus = WorkerSlots(2, 8, (0, 1))
-    assert compare.share_gpus(gpus, "pico", None) == WorkerSlots(16, 1, (0, 1))
-    assert compare.share_gpus(gpus, "51m", None) == compare.share_gpus(gpus, "pico", 2) == gpus
-    assert compare.share_gpus(WorkerSlots(1, 4, (0,)), "nano", None) == WorkerSlots(4, 1, (0,))
-    assert compare.share_gpus(TWO, "pico", None) == TWO
+    assert compare.share_gpus(gpus, run("pico"), None) == WorkerSlots(4, 4, (0, 1))
+    assert compare.share_gpus(gpus, run("124m"), None) == compare.share_gpus(gpus, run("pico"), 2) == gpus
+    assert compare.share_gpus(TWO, run("pico"), None) == TWO
+
+
+def test_on_a_gpu_every_seed_tries_every_learning_rate(quick: None) -> None:
+    gpu = WorkerSlots(1, 16, (0,))
+    together = plan(gpu, minutes=200)
+    assert together.study.tuning_seeds == together.study.seeds == 5
+    assert count_runs(together.study) == 5 * len(together.study.lrs) * 5
+    assert together.slots.count == 2
+    run = together.study.run("standard", "stdlib", 1e-3, 0)
+    step = {128: 0.1, 256: 0.4, 384: 0.8, 512: 2.0}[run.model.width]
+    speed = sizes.measure_arm_speed(run, together.slots, 15)
+    assert speed == pytest.approx(15 * run.tokens_per_step * sizes.COMPILING_GAINS / step)
+    assert 75 * together.tokens / speed == pytest.approx(200 * 60, rel=0.15)
+    assert plan(gpu, minutes=200, size="124m").study.tuning_seeds == 1
 
 
 def test_compiling_is_the_studys_to_decide() -> None:
     def study(tokens: int) -> StudySpec:
         return compare.make_study("pico", ComparisonRequest(), tokens)
 
-    assert compare.choose_execution(study(512 * (compare.COMPILED - 1))) == {"compile": "no"}
-    assert compare.choose_execution(study(512 * compare.COMPILED)) == {"compile": "auto"}
+    assert compare.choose_execution(study(512 * (compare.COMPILED // 3 - 1))) == {"compile": "no"}  # three rates
+    assert compare.choose_execution(study(512 * compare.COMPILED // 3)) == {"compile": "auto"}
 
 
 def test_what_is_compared_stays(tmp_path: Path) -> None:

@@ -25,9 +25,10 @@ from qklab.study import execute
 from qklab.study.answer import write_answer
 from qklab.study.execute import Study, StudyInterrupted
 from qklab.study.executors import RunTask, Unit
+from qklab.study.metrics import find_metric
 from qklab.study.plan import PlannedRun, plan_tuning_runs
 from qklab.study.progress import measure_run_progress
-from qklab.study.records import is_in_use, read_study_record
+from qklab.study.records import is_in_use, read_result, read_study_record
 from qklab.study.spec import StudyError, StudySpec
 from qklab.train.launch import train
 from qklab.train.spec import ExecutionSpec
@@ -53,6 +54,21 @@ def test_a_run_of_a_study_is_the_run_that_train_makes(corpus: str, undisturbed: 
     train(planned.resolve_spec(small_spec(corpus)), folder, ExecutionSpec(device="cpu", threads=1))
     name = str(folder.relative_to(tmp_path))
     assert read_comparable(tmp_path) == {name: undisturbed[name]}
+
+
+def test_runs_of_an_arm_go_together_where_that_is_asked_for(
+    corpus: str, undisturbed_folder: Path, tmp_path: Path
+) -> None:
+    executor = InProcess()
+    with Study(small_spec(corpus), tmp_path / "s", execution={"population": 8}).open() as study:
+        results = study.carry_out(executor, RecordingDisplay())
+    assert [(len(unit.tasks), unit.together) for unit in executor.units] == [(2, True)] * 2 + [(1, False)] * 2
+    alone = {run.name: read_result(undisturbed_folder, run) for run in plan_tuning_runs(small_spec(corpus))}
+    for result in results[:4]:
+        before = alone[result.planned.name]
+        assert before is not None
+        assert result.value(find_metric("loss")) == pytest.approx(before.value(find_metric("loss")), rel=1e-4)
+        assert result.process_seconds < result.summary["seconds_of_last_process"]["all"]
 
 
 def test_one_progress_for_the_whole_study(undisturbed_folder: Path) -> None:

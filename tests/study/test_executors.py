@@ -33,7 +33,7 @@ from qklab.study import execute
 from qklab.study.execute import Study, StudyInterrupted
 from qklab.study.executors import RunTask, Unit, WorkerSlots, local, worker
 from qklab.study.executors.local import LOST, LocalExecutor
-from qklab.study.executors.worker import CRASHED, FAILED, StopListener, perform_run, perform_unit
+from qklab.study.executors.worker import CRASHED, FAILED, StopListener, perform_runs, perform_unit
 from qklab.study.plan import plan_tuning_runs
 from qklab.study.records import is_in_use
 from qklab.study.spec import StudyError
@@ -380,10 +380,10 @@ def test_a_resumed_run_keeps_its_number_of_threads(task: RunTask, monkeypatch: p
         return Outcome("interrupted", folder, None)
 
     monkeypatch.setattr(worker, "train", record)
-    assert perform_run(with_task(task, threads=3), task) == 75
+    assert perform_runs(with_task(task, threads=3), [task]) == 75
     task.folder.mkdir()
     RunDirectory(task.folder).write("run.json", {"spec": task.spec})
-    assert perform_run(with_task(task, threads=3), task) == 75
+    assert perform_runs(with_task(task, threads=3), [task]) == 75
     assert used == [3, None]  # None: what the run began with
 
 
@@ -392,14 +392,14 @@ def test_what_is_wrong_with_a_run_is_its_last_word(
 ) -> None:
     task.folder.mkdir()
     (task.folder / "metrics.jsonl").write_text("")
-    assert perform_run(with_task(task), task) == FAILED
+    assert perform_runs(with_task(task), [task]) == FAILED
     assert "holds what a run left but no run.json" in capfd.readouterr().err.splitlines()[-1]
 
     def break_down(*_: Any, **__: Any) -> None:
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(worker, "train", break_down)
-    assert perform_run(with_task(task), task) == CRASHED
+    assert perform_runs(with_task(task), [task]) == CRASHED
     assert capfd.readouterr().err.splitlines()[-1] == "RuntimeError: out of memory"
 
 
@@ -414,7 +414,7 @@ def test_a_run_that_cannot_even_say_that_the_disk_is_full(task: RunTask, monkeyp
 
     monkeypatch.setattr(worker, "train", refuse)
     monkeypatch.setattr(sys, "stderr", FullDisk())
-    assert perform_run(with_task(task), task) == FAILED
+    assert perform_runs(with_task(task), [task]) == FAILED
 
 
 class Listener:

@@ -17,7 +17,7 @@ from small_study import InProcess, RecordingDisplay, check_whole, small_spec
 from qklab.runs import RunDirectory
 from qklab.study.execute import Study, StudyInterrupted
 from qklab.study.executors import RunTask, Unit, worker
-from qklab.study.executors.worker import perform_run
+from qklab.study.executors.worker import perform_runs
 from qklab.study.plan import PlannedRun
 from qklab.study.remote import RemoteStudy, is_url, study
 from qklab.study.remote.snapshot import FolderSnapshot, RemoteFolder
@@ -430,7 +430,7 @@ def stopped_after_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
     def act(unit: Unit, task: RunTask) -> None:
         runs.append(task.name)
-        if perform_run(unit, task) == 75:
+        if perform_runs(unit, [task]) == 75:
             os.kill(os.getpid(), signal.SIGINT)
 
     with monkeypatch.context() as patch:

@@ -55,7 +55,8 @@ class CompareCommand:
         folder = self.out or compare.default_comparison_folder(self.texts)
         if (folder / "study.json").exists():
             record = read_study_record(folder)
-            executor.slots = compare.share_gpus(executor.slots, compare.find_size(record.spec), self.at_once)
+            began = record.spec.run(record.spec.baseline, record.spec.corpora[0], record.spec.lrs[0], 0)
+            executor.slots = compare.share_gpus(executor.slots, began, self.at_once)
             if self.more:
                 record = compare.extend_comparison(record, folder, request, executor.slots)
             else:

@@ -14,7 +14,7 @@ from qklab.schema import suggest_name
 from qklab.study.executors import WorkerSlots
 from qklab.study.plan import count_runs, plan_tuning_runs
 from qklab.study.records import StudyRecord, read_analyses, read_result
-from qklab.study.sizes import SIZES, find_size, measure_arm_speed, share_gpus
+from qklab.study.sizes import SIZES, count_members, find_size, measure_arm_speed, share_gpus
 from qklab.study.spec import StudyError, StudySpec
 from qklab.train.progress import format_duration
 from qklab.train.spec import FINAL_SHARE
@@ -24,6 +24,7 @@ DEFAULT = (BASELINE, "leapfrog", "affine", "k=v", "qk-norm")
 TOKENS_PER_PARAMETER = 10.0  # with fewer a larger model is only further from the end of its training
 SPLITS = {"valid": 0.02, "test": 0.03}
 START = {"cpu": 2.0, "cuda": 20.0}  # seconds that a run takes beside its steps and evaluations
+COMPILING = 60.0  # seconds that all populations take beside that, since only the first one's compiling is waited for
 EVALUATIONS, EVALUATED = 8, 8192  # how often while training, on how many tokens at most
 LEAST_READ = 16_384  # tokens that tell losses apart by about 0.03
 LEAST_BYTES, BYTES_PER_TOKEN = 8_000_000, 8  # more than a token has, and so enough
@@ -140,7 +141,7 @@ def plan_comparison(
     say("measuring how fast this machine trains…")
     chosen: ComparisonPlan | None = None
     for name in [request.size] if request.size is not None else list(SIZES):
-        plan = plan_size(name, request, share_gpus(slots, name, at_once))
+        plan = plan_size(name, request, slots, at_once)
         if chosen is not None and plan.tokens_per_parameter < TOKENS_PER_PARAMETER:
             break
         chosen = plan
@@ -154,11 +155,16 @@ def plan_comparison(
     return chosen
 
 
-def plan_size(size: str, request: ComparisonRequest, slots: WorkerSlots) -> ComparisonPlan:
-    """The study of a size with as many tokens a run as the time allows, evaluation and all."""
+def plan_size(size: str, request: ComparisonRequest, slots: WorkerSlots, at_once: int | None) -> ComparisonPlan:
+    """The study of a size with as many tokens a run as the time allows, evaluation and all.
+
+    Where runs are trained as populations, every seed tries every learning rate: more runs of an arm cost little there.
+    """
     trial = make_study(size, request, 2**20)
     runs = [trial.run(arm, trial.corpora[0], trial.lrs[0], 0) for arm in trial.arms]
-    speeds = [measure_arm_speed(run, slots) for run in runs]
+    together = all(count_members(run, slots, 2) > 1 for run in runs)
+    slots, trial = share_gpus(slots, runs[0], at_once), make_study(size, request, 2**20, together)
+    speeds = [measure_arm_speed(run, slots, count_runs(trial) // len(runs) // len(trial.corpora)) for run in runs]
     speed = len(speeds) / sum(1 / each for each in speeds)  # every arm trains on as many tokens
     assert request.minutes is not None
     allowed = 60 * request.minutes * slots.count / count_runs(trial)  # seconds for each run
@@ -168,7 +174,8 @@ def plan_size(size: str, request: ComparisonRequest, slots: WorkerSlots) -> Comp
         final = choose_final_tokens(request, tokens)
         whole = sum(SPLITS.values()) * choose_limit(tokens) / 3  # tokens that validation and test have at most
         read = EVALUATIONS * choose_evaluated(tokens) + (min(2 * final, whole) if final else whole)
-        return START[slots.device] + (tokens + read / 3) * slots.count / speed  # a forward pass is a third of a step
+        beside = COMPILING * slots.count / count_runs(trial) if together else START[slots.device]
+        return beside + (tokens + read / 3) * slots.count / speed  # a forward pass is a third of a step
 
     low, high = LEAST_STEPS * each, int(allowed * speed / slots.count)
     while high - low > each:
@@ -176,7 +183,7 @@ def plan_size(size: str, request: ComparisonRequest, slots: WorkerSlots) -> Comp
         low, high = (tokens, high) if seconds(tokens) <= allowed else (low, tokens)
     tokens = low // each * each
     return ComparisonPlan(
-        make_study(size, request, tokens), size, slots, tokens, runs[0].model.parameters(), seconds(tokens)
+        make_study(size, request, tokens, together), size, slots, tokens, runs[0].model.parameters(), seconds(tokens)
     )
 
 
@@ -195,8 +202,9 @@ def choose_limit(tokens: int) -> int:
     return max(LEAST_BYTES, BYTES_PER_TOKEN * tokens)
 
 
-def make_study(size: str, request: ComparisonRequest, tokens: int) -> StudySpec:
-    """The study of a size with so many tokens a run."""
+def make_study(size: str, request: ComparisonRequest, tokens: int, tunes_all: bool = False) -> StudySpec:
+    """The study of a size with so many tokens a run; learning rates are chosen by one seed, or by all."""
+    seeds = request.fill_defaults().seeds
     settings = SIZES[size].settings
     evaluation = {
         "times": EVALUATIONS,
@@ -215,7 +223,8 @@ def make_study(size: str, request: ComparisonRequest, tokens: int) -> StudySpec:
             "arms": select_arms(request.arms or DEFAULT),
             "corpora": list(request.texts) or ["stdlib"],
             "lrs": list(SIZES[size].lrs),
-            "seeds": request.fill_defaults().seeds,
+            "seeds": seeds,
+            **({"tuning_seeds": seeds} if tunes_all else {}),
             "margin": MARGIN,
             "analyses": ANALYSES,
             "base": settings | base,
@@ -294,7 +303,8 @@ def choose_execution(study: StudySpec) -> dict[str, Any]:
     """How the runs of a comparison are carried out: compiled on a GPU where that pays. The study alone decides, so
     that runs added later are carried out alike."""
     steps = study.run(study.baseline, study.corpora[0], study.lrs[0], 0).steps
-    return {"compile": "auto" if steps is None or steps >= COMPILED else "no"}
+    together = len(study.lrs) * study.tuning_seeds  # which on a GPU are compiled once
+    return {"compile": "auto" if steps is None or steps * together >= COMPILED else "no"}
 
 
 def default_comparison_folder(texts: Sequence[str]) -> Path:

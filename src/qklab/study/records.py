@@ -53,8 +53,9 @@ class RunResult:
 
     @property
     def process_seconds(self) -> float:
-        """Of its last process, with everything beside its steps."""
-        return max(self.seconds, self.summary.get("seconds_of_last_process", {}).get("all", 0.0))
+        """Of its last process, with everything beside its steps; its share where several runs went together."""
+        whole = self.summary.get("seconds_of_last_process", {}).get("all", 0.0)
+        return max(self.seconds, whole / self.summary.get("population", 1))
 
     def describe(self, metric: Metric) -> str:
         if not math.isfinite(self.value(metric)):

@@ -9,20 +9,20 @@ import torch
 
 from qklab.model.decoder import Decoder
 from qklab.model.recipes import recipe
+from qklab.model.stack import stack
 from qklab.study.executors import WorkerSlots
 from qklab.study.spec import StudySpec
 from qklab.train.objective import Objective
+from qklab.train.population import choose_population_size
 from qklab.train.spec import RunSpec
 
 
 @dataclass(frozen=True)
 class Size:
-    """Settings that all arms share, the learning rates each arm tries, and how many runs share a GPU: small ones alone
-    would leave most of it idle."""
+    """Settings that all arms share, and the learning rates each arm tries."""
 
     settings: dict[str, Any]
     lrs: tuple[float, ...]
-    together: int = 1
 
 
 SIZES: dict[str, Size] = {  # from small to large
@@ -35,9 +35,8 @@ SIZES: dict[str, Size] = {  # from small to large
             "schedule": {"warmup": 0.2},  # in runs of a few hundred steps much of the spread over seeds comes from less
         },
         (3e-3, 6e-3, 1.2e-2),
-        together=8,
     ),
-    "nano": Size({"model": {"recipe": "nano"}, "batch": {"sequences": 16}}, (2e-3, 4e-3, 8e-3), together=8),
+    "nano": Size({"model": {"recipe": "nano"}, "batch": {"sequences": 16}}, (2e-3, 4e-3, 8e-3)),
     "micro": Size(
         {"model": {"recipe": "micro"}, "corpus": {"vocab": 8192}, "batch": {"sequences": 16}}, (1e-3, 2e-3, 4e-3)
     ),
@@ -50,7 +49,8 @@ SIZES: dict[str, Size] = {  # from small to large
     "51m": Size({"model": {"recipe": "51m"}, "corpus": {"vocab": 16_384}, "batch": {"sequences": 32}}, (1e-3, 3e-3)),
     "124m": Size({"model": {"recipe": "124m"}, "corpus": {"vocab": 16_384}, "batch": {"sequences": 32}}, (6e-4, 2e-3)),
 }
-NEIGHBOURS = {"cpu": 1.0, "cuda": 1.5}  # by how much runs at the same time slow each other down
+ON_A_GPU = 2  # populations that share one: while one is trained the next is compiled
+COMPILING_GAINS = 2.0  # how many times faster a population's step is once it is compiled
 
 
 def find_size(study: StudySpec) -> str:
@@ -69,37 +69,50 @@ def find_size(study: StudySpec) -> str:
     return "of its own"
 
 
-def share_gpus(slots: WorkerSlots, size: str, at_once: int | None) -> WorkerSlots:
-    """The slots for runs of a size: small ones share a GPU, unless it was said how many run at once."""
-    together = SIZES[size].together if size in SIZES and slots.gpus and at_once is None else 1
+def share_gpus(slots: WorkerSlots, run: RunSpec, at_once: int | None) -> WorkerSlots:
+    """The slots for runs like this one: populations share a GPU, unless it was said how many units go at once."""
+    together = ON_A_GPU if at_once is None and count_members(run, slots, 2) > 1 else 1
     cores = slots.count * slots.threads
     count = max(slots.count, min(slots.count * together, cores))
     return dataclasses.replace(slots, count=count, threads=max(1, cores // count))
 
 
-def measure_arm_speed(run: RunSpec, slots: WorkerSlots) -> float:
-    """Tokens that runs like this one, of one arm and size, train on in a second, all of this machine's together."""
-    return slots.count * run.tokens_per_step / measure_step(run, slots.device, slots.threads)
+def count_members(run: RunSpec, slots: WorkerSlots, runs: int) -> int:
+    """How many of `runs` runs like this one are trained as one model."""
+    return choose_population_size(run, slots.device, "auto", runs)
 
 
-def measure_step(spec: RunSpec, device: str, threads: int, repeats: int = 5) -> float:
-    """How long a training step takes while others run beside it, measured on random tokens."""
+def measure_arm_speed(run: RunSpec, slots: WorkerSlots, runs: int) -> float:
+    """Tokens that `runs` runs like this one, of one arm and size, train on in a second, all of this machine's
+    together."""
+    members = count_members(run, slots, runs)
+    seconds = measure_step(run, slots.device, slots.threads, members)
+    if members > 1:
+        return max(1, len(slots.gpus)) * members * run.tokens_per_step * COMPILING_GAINS / seconds
+    return slots.count * run.tokens_per_step / seconds
+
+
+def measure_step(spec: RunSpec, device: str, threads: int, members: int = 1, repeats: int = 5) -> float:
+    """How long a training step of so many runs together takes, not compiled, measured on random tokens."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        objective = Objective(Decoder(spec.model, seed=0).to(device))
+        decoder, shape = Decoder(spec.model, seed=0), (spec.batch.sequences, spec.model.context + 1)
+        if members > 1:
+            decoder, shape = stack([decoder] * members), (members, *shape)
+        objective = Objective(decoder.to(device))
         optimiser = torch.optim.AdamW(objective.parameters())
-        ids = torch.randint(spec.model.vocab, (spec.batch.sequences, spec.model.context + 1), device=device)
+        ids = torch.randint(spec.model.vocab, shape, device=device)
         taken: list[float] = []
         for _ in range(2 + repeats):
             began = time.perf_counter()
             with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-                loss, _ = objective(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
-            loss.backward()
+                loss, _ = objective(ids[..., :-1].contiguous(), ids[..., 1:].contiguous())
+            loss.sum().backward()
             optimiser.step()
             optimiser.zero_grad()
-            loss.item()
+            loss.sum().item()
             taken.append(time.perf_counter() - began)
-        return NEIGHBOURS[device] * sorted(taken[2:])[repeats // 2]
+        return sorted(taken[2:])[repeats // 2]
     finally:
         torch.set_num_threads(before)

@@ -5,6 +5,7 @@ loss is a vector; the optimiser updates each member with its own numbers. Each s
 rounding, what it would compute alone.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -210,12 +211,14 @@ def choose_population_size(spec: RunSpec, device: str, population: str | int, ru
         return min(int(population), runs)
     if device != "cuda" or spec.model.parameters() > LARGEST:
         return 1
-    groups = -(-runs // max(1, int(measure_device_memory() // estimate_bytes(spec))))
-    return -(-runs // groups)
+    fitting = max(1, int(min(runs, measure_device_memory() / estimate_bytes(spec))))
+    return math.ceil(runs / math.ceil(runs / fitting))
 
 
 def measure_device_memory() -> float:
     """What a population may take of the GPU: not all of it, since another may be on its way."""
+    if not torch.cuda.is_available():  # the GPU is another machine's
+        return math.inf
     return MEMORY_SHARE * torch.cuda.get_device_properties(0).total_memory
 
 

@@ -130,14 +130,6 @@ def test_members_that_went_on_alone_return_in_another_order() -> None:
         torch.testing.assert_close(parameter.flip(0), pair.stacked.get_parameter(name), rtol=1e-9, atol=1e-12)
 
 
-def test_a_step_is_one_graph_that_asks_no_value_of_the_device() -> None:
-    pair, other = Pair(SPECS), Pair(SPECS)
-    pair.step(0)
-    other.population.step = torch.compile(other.population.step, fullgraph=True, backend="eager")
-    other.step(0)
-    assert all(torch.equal(p, q) for p, q in zip(pair.stacked.parameters(), other.stacked.parameters(), strict=True))
-
-
 @pytest.fixture
 def exact_orthogonalisation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Newton–Schulz in float64, ours and torch's: in bfloat16 one batched product and several single ones may round
@@ -219,6 +211,31 @@ def test_logit_control_of_muon_leaves_members_that_skip_alone(method: str) -> No
             assert all(torch.equal(t, before[n]) for n, t in pair.population.tensors(1).items())
             pair.solo[1].forget()
     pair.assert_equal()
+
+
+def test_a_step_is_one_graph_that_asks_no_value_of_the_device() -> None:
+    """Under Muon, AdamW and logit control; so a compiler or a CUDA graph can hold it."""
+    specs = [spec.replace(kind="muon") for spec in SPECS]
+    plain, compiled = (Pair(specs, controls("quack"), layers=1) for _ in range(2))
+    plain.step(0)
+    compiled.population.step = torch.compile(compiled.population.step, fullgraph=True, backend="eager")
+    compiled.step(0)
+    assert all(
+        torch.equal(p, q) for p, q in zip(plain.stacked.parameters(), compiled.stacked.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_member_that_diverges_changes_no_bit_of_another(kind: str) -> None:
+    sick, sound = (Pair([spec.replace(kind=kind) for spec in SPECS], controls("quack")) for _ in range(2))
+    for number in range(3):
+        sick.step(number, (False, number > 0, False))
+        sound.step(number)
+    for member in (0, 2):
+        for name, parameter in sound.stacked.named_parameters():
+            assert torch.equal(sick.stacked.get_parameter(name)[member], parameter[member])
+        state = sick.population.tensors(member)
+        assert all(torch.equal(tensor, state[name]) for name, tensor in sound.population.tensors(member).items())
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from qklab.train.resume import resolve_request
 from qklab.train.settings import resolve_run
 from qklab.train.spec import ExecutionSpec, RunSpec
 from qklab.train.summary import measure_unigram_loss
-from qklab.train.trainer import Trainer
+from qklab.train.trainer import Trainer, build_compiled
 
 
 def test_a_run_leaves_everything_it_promises(settings: Settings, tiny_run: Path) -> None:
@@ -389,3 +389,19 @@ def test_a_read_only_folder_is_one_sentence(settings: Settings) -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o555)
         assert finish_process(start_process(train_as_nobody, *settings(), Path(folder) / "run")) == 42
+
+
+def test_a_second_run_of_a_shape_takes_over_what_was_compiled(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[Objective] = []
+    monkeypatch.setattr(torch, "compile", lambda module, dynamic: compiled.append(module) or module)
+    build_compiled.cache_clear()
+    for seed in (0, 1):
+        spec, execution = settings(seed=seed, execution={"compile": "yes"})
+        train(spec, tmp_path / f"shared{seed}", execution)
+    build_compiled.cache_clear()
+    assert len(compiled) == 1
+    spec, execution = settings(seed=1)
+    train(spec, tmp_path / "alone", execution)
+    assert comparable(tmp_path / "shared1") == comparable(tmp_path / "alone")

@@ -60,12 +60,12 @@ class PopulationOptimiser:
         measured here where it is not given. Members whose `skip` [S] is true keep every bit of weights and state."""
         gradients = read_gradients(self.parameters)
         if norms is None and self.clips:
-            norms = fuse(norm_members, self.device)(list(gradients.values()))
+            norms = norm_members(list(gradients.values()))
         clips, lrs = self.find_clips(norms), lrs.double()
         speeds, shrinks = ({}, {}) if self.control is None else self.control.find_factors(skip)
         weights = {name: parameter.detach() for name, parameter in self.parameters.items()}
         self.steps += ~skip
-        fuse(update_adamw, self.device)(
+        update_adamw(
             *pick(self.rest, weights, gradients, self.state["exp_avg"], self.state["exp_avg_sq"], self.decays),
             *pick(self.rest, speeds, shrinks),
             self.adamw_numbers(clips, lrs),
@@ -127,7 +127,7 @@ class PopulationOptimiser:
 def measure_gradient_norms(stacked: nn.Module) -> Tensor:
     """√Σ‖g‖² over all parameters, of each member: [S] on the device."""
     gradients = list(read_gradients(dict(stacked.named_parameters())).values())
-    return fuse(norm_members, gradients[0].device)(gradients)
+    return norm_members(gradients)
 
 
 def read_gradients(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:

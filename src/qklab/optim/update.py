@@ -1,5 +1,5 @@
-"""The updates of AdamW and Muon on stacked parameters [S, …], with numbers per member: plain functions of lists of
-tensors, which a compiler turns into a few kernels.
+"""The updates of AdamW and Muon on stacked parameters [S, …], with numbers per member: plain functions of tensors,
+which a compiler turns into a few kernels.
 
 A member's row of `skip` [S] is chosen with `where`, never multiplied: 0 · NaN is NaN. `speeds` and `shrinks` are logit
 control's: what a parameter's update, and the parameter after it, are multiplied with; None for 1.
@@ -31,19 +31,41 @@ def update_adamw(
     skip: Tensor,
 ) -> None:
     """torch's AdamW; `numbers` [8, S]: what the gradient is clipped to, 1 − β₁, β₂, 1 − β₂, 1/√(1 − β₂ᵗ), ε,
-    lr/(1 − β₁ᵗ) and 1 − lr·decay."""
-    for p, g, m, v, decay, speed, shrink in zip(
+    lr/(1 − β₁ᵗ) and 1 − lr·decay.
+
+    A kernel for each parameter, compiled once for each number of weights: one graph of all of them takes longer to
+    compile than the model's, and anew for every arm.
+    """
+    update = fuse(update_one, numbers.device)
+    for *tensors, decay, speed, shrink in zip(
         parameters, gradients, averages, squares, decays, speeds, shrinks, strict=True
     ):
-        clip, new, beta2, new_square, correction, eps, lr, kept = broadcast_members(numbers, p)
-        keep = broadcast_members(skip[None], p)[0]
-        g = g * clip
-        average = m + (g - m) * new
-        square = v * beta2 + g * g * new_square
-        change = lr * average / (square.sqrt() * correction + eps)
-        p.copy_(torch.where(keep, p, apply_change(p * kept if decay else p, change, speed, shrink)))
-        m.copy_(torch.where(keep, m, average))
-        v.copy_(torch.where(keep, v, square))
+        if speed is None and shrink is None:
+            tensors = [tensor.reshape(len(skip), -1) for tensor in tensors]
+        update(*tensors, decay, speed, shrink, numbers, skip)
+
+
+def update_one(
+    p: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    decay: bool,
+    speed: Tensor | None,
+    shrink: Tensor | None,
+    numbers: Tensor,
+    skip: Tensor,
+) -> None:
+    """`update_adamw` of one parameter."""
+    clip, new, beta2, new_square, correction, eps, lr, kept = broadcast_members(numbers, p)
+    keep = broadcast_members(skip[None], p)[0]
+    g = g * clip
+    average = m + (g - m) * new
+    square = v * beta2 + g * g * new_square
+    change = lr * average / (square.sqrt() * correction + eps)
+    p.copy_(torch.where(keep, p, apply_change(p * kept if decay else p, change, speed, shrink)))
+    m.copy_(torch.where(keep, m, average))
+    v.copy_(torch.where(keep, v, square))
 
 
 def update_muon(
@@ -99,10 +121,13 @@ def broadcast_members(numbers: Tensor, like: Tensor) -> tuple[Tensor, ...]:
 @torch.no_grad()
 def norm_members(gradients: Sequence[Tensor]) -> Tensor:
     """√Σ‖g‖² over tensors [S, …], of each member: [S]."""
-    norms = torch.stack(
-        [torch.linalg.vector_norm(gradient.reshape(len(gradient), -1), dim=1) for gradient in gradients]
-    )
+    measure = fuse(norm_rows, gradients[0].device)
+    norms = torch.stack([measure(gradient.reshape(len(gradient), -1)) for gradient in gradients])
     return torch.linalg.vector_norm(norms, dim=0)
+
+
+def norm_rows(tensor: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(tensor, dim=1)
 
 
 def square_rows(weights: Sequence[Tensor], gains: Factors) -> Tensor:

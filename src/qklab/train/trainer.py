@@ -1,5 +1,6 @@
 """What can be done to a model in training: a step, an evaluation, a probe, a snapshot. When, is the loop's business."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
@@ -13,6 +14,7 @@ from qklab.data.order import Order
 from qklab.data.shards import Corpus
 from qklab.model.decoder import Decoder
 from qklab.model.initialise import seed_of
+from qklab.model.spec import DecoderSpec
 from qklab.optim.optimiser import Optimiser
 from qklab.train.checkpoint import Checkpoint, Snapshot
 from qklab.train.evaluate import Evaluation, EvaluationSums, evaluate_windows
@@ -24,6 +26,7 @@ from qklab.train.parallel import (
     gather_tensor,
     gradient_norm,
     release_gathered,
+    should_compile,
 )
 from qklab.train.probe import Probe, round_numbers
 from qklab.train.spec import ExecutionSpec, RunSpec
@@ -75,11 +78,13 @@ class Trainer:
         self.spec, self.execution, self.corpus, self.machine = spec, execution, corpus, machine
         self.bf16 = spec.precision == "bf16"
         self.states = [State()]
-        with torch.device("cpu"):
-            decoder = Decoder(spec.model, seed=spec.seed)
-        self.objective = Objective(decoder.to(machine.device), spec.z_loss)
-        self.call = distribute_objective(self.objective, execution, machine, self.bf16)
-        self.optimiser = Optimiser(spec.optimiser, decoder, spec.logit_control)
+        if machine.world == 1 and should_compile(execution, machine):
+            self.objective, self.call = build_compiled(spec.model, spec.z_loss, execution, machine, self.bf16)
+            renew_decoder(self.decoder, spec.seed)
+        else:
+            self.objective = build_objective(spec.model, spec.seed, spec.z_loss, machine)
+            self.call = distribute_objective(self.objective, execution, machine, self.bf16)
+        self.optimiser = Optimiser(spec.optimiser, self.decoder, spec.logit_control)
         self.order = order_windows(spec, corpus)
         self.windows = split_windows(spec, corpus)
         self.probe = make_probe(spec, self.windows)
@@ -184,6 +189,31 @@ class Trainer:
         (checkpoint,) = checkpoints
         self.optimiser.materialise()
         self.states = [load_checkpoint(checkpoint, self.tensors(), self.probe)]
+
+
+def build_objective(model: DecoderSpec, seed: int, z_loss: float, machine: Machine) -> Objective:
+    with torch.device("cpu"):
+        decoder = Decoder(model, seed=seed)
+    return Objective(decoder.to(machine.device), z_loss)
+
+
+@functools.lru_cache(maxsize=1)
+def build_compiled(
+    model: DecoderSpec, z_loss: float, execution: ExecutionSpec, machine: Machine, bf16: bool
+) -> tuple[Objective, nn.Module]:
+    """A model and its compiled step, which the next run of this shape in the process takes over: compiling takes longer
+    than many a run."""
+    objective = build_objective(model, 0, z_loss, machine)
+    return objective, distribute_objective(objective, execution, machine, bf16)
+
+
+def renew_decoder(decoder: Decoder, seed: int) -> None:
+    """The decoder as if it had just been built from `seed`."""
+    decoder.initialise(seed)
+    decoder.zero_grad(set_to_none=True)
+    decoder.train()
+    for layer in range(decoder.spec.layers):
+        decoder.attention(layer).watched = None
 
 
 def order_windows(spec: RunSpec, corpus: Corpus) -> Order:

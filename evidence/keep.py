@@ -6,6 +6,7 @@ to a hundred points, every evaluation, and every probe averaged over heads. Runs
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -28,15 +29,21 @@ def read_record(run: Path) -> dict[str, Any]:
     }
 
 
-def thin_curve(steps: list[dict[str, Any]]) -> dict[str, list[float]]:
+def thin_curve(steps: list[dict[str, Any]]) -> dict[str, list[Any]]:
     """Means over at most POINTS equal stretches of the run; `step` is each one's last."""
     size = -(-len(steps) // POINTS)
     stretches = [steps[start : start + size] for start in range(0, len(steps), size)]
     return {
         "step": [stretch[-1]["step"] for stretch in stretches],
-        "loss": [round(fmean(line["loss"] for line in stretch), 4) for stretch in stretches],
-        "grad_norm": [round(fmean(line["grad_norm"] for line in stretch), 4) for stretch in stretches],
+        "loss": [average_finite(line["loss"] for line in stretch) for stretch in stretches],
+        "grad_norm": [average_finite(line["grad_norm"] for line in stretch) for stretch in stretches],
     }
+
+
+def average_finite(values: Iterable[Any]) -> float | None:
+    """The mean of those that are numbers; a skipped step's may be "nan"."""
+    numbers = [value for value in values if isinstance(value, float | int)]
+    return round(fmean(numbers), 4) if numbers else None
 
 
 def average_heads(probe: dict[str, Any]) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def show_name(name: str) -> str:
     return os.fsencode(name).decode(errors="backslashreplace")
 
 
-def list_names(names: list[str]) -> str:
+def enumerate_names(names: list[str]) -> str:
     others = f" and {len(names) - NAMED:,} others" if len(names) > NAMED else ""
     return ", ".join(map(show_name, names[:NAMED])) + others
 
@@ -88,7 +88,7 @@ class Files(Source):
         self.spec, self.root = spec, root
         inside = root if root.is_dir() else root.parent
         if skipped:
-            left = list_names(sorted(str(path.relative_to(inside)) for path in skipped))
+            left = enumerate_names(sorted(str(path.relative_to(inside)) for path in skipped))
             self.notes = (f"left out of {name}, since they are none of {describe_formats(paths)}: {left}.",)
         if spec.skip_bad:
             paths = self.leave_out_bad(paths, inside)
@@ -121,7 +121,7 @@ class Files(Source):
         if len(bad) == len(paths):
             raise DataError(f"none of the {len(paths)} files of {self.name} can be read: {next(iter(bad.values()))}")
         if bad:
-            left = list_names(sorted(str(path.relative_to(inside)) for path in bad))
+            left = enumerate_names(sorted(str(path.relative_to(inside)) for path in bad))
             self.notes += (f"left out of {self.name}, since they cannot be read (--skip-bad): {left}.",)
         return [path for path in paths if path not in bad]
 
@@ -151,7 +151,7 @@ class Files(Source):
         others = [relative for _, relative, path in self.files[number + 1 :] if self.find_fault(path) is not None]
         if not others:
             return DataError(first)
-        many = f"{len(others) + 1} of {len(self.files):,} files cannot be read; the others are {list_names(others)}"
+        many = f"{len(others) + 1} of {len(self.files):,} files cannot be read; the others are {enumerate_names(others)}"
         return DataError(f"{first.removesuffix('.')}; {many}.")
 
 

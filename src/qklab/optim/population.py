@@ -60,7 +60,7 @@ class PopulationOptimiser:
         measured here where it is not given. Members whose `skip` [S] is true keep every bit of weights and state."""
         gradients = read_gradients(self.parameters)
         if norms is None and self.clips:
-            norms = fuse(norm_members, self.device)(list(gradients.values()))
+            norms = norm_members(list(gradients.values()))
         clips, lrs = self.find_clips(norms), lrs.double()
         speeds, shrinks = ({}, {}) if self.control is None else self.control.find_factors(skip)
         weights = {name: parameter.detach() for name, parameter in self.parameters.items()}
@@ -126,8 +126,7 @@ class PopulationOptimiser:
 
 def measure_gradient_norms(stacked: nn.Module) -> Tensor:
     """√Σ‖g‖² over all parameters, of each member: [S] on the device."""
-    gradients = list(read_gradients(dict(stacked.named_parameters())).values())
-    return fuse(norm_members, gradients[0].device)(gradients)
+    return norm_members(list(read_gradients(dict(stacked.named_parameters())).values()))
 
 
 def read_gradients(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:

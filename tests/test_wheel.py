@@ -19,9 +19,7 @@ def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
+def build_wheel(folder: Path) -> Path:
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, ROOT]
     built = run(*pip, cwd=folder)
     if built.returncode != 0 and "hatchling" in built.stderr:
@@ -30,7 +28,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(folder.glob("qklab-*.whl"))
 
 
-def test_it_holds_everything_that_is_not_python_too(wheel: Path) -> None:
+def check_contents(wheel: Path) -> None:
+    """Everything that is not Python is there too."""
     inside = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("qklab/")}
     source = ROOT / "src/qklab"
     files = {f"qklab/{path.relative_to(source).as_posix()}" for path in source.rglob("*") if path.is_file()}
@@ -38,9 +37,29 @@ def test_it_holds_everything_that_is_not_python_too(wheel: Path) -> None:
     assert {Path(name).suffix for name in inside} >= {".py", ".js", ".css", ".html", ".typed"}
 
 
+# one process for all commands: each would import torch anew
+COMMANDS = f"""
+import qklab
+from qklab.cli import main
+print(qklab.__file__)
+for words in (
+    "mechanisms",
+    "describe --share k=v --heads 8",
+    "train --corpus.source texts --corpus.tokenizer bytes {TINY} --out run",
+    "report run --out report.html",
+):
+    try:
+        main(words.split())
+    except SystemExit as stop:
+        assert not stop.code, words
+"""
+
+
 @pytest.mark.long
-def test_it_works_in_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:
+def test_it_works_in_a_fresh_environment(tmp_path: Path) -> None:
     """Fresh but for torch and the other dependencies, which are those of this environment."""
+    wheel = build_wheel(tmp_path)
+    check_contents(wheel)
     venv.create(tmp_path / "env", with_pip=False, symlinks=True)
     programs = tmp_path / "env/bin"
     pip = [sys.executable, "-m", "pip", "--python", programs / "python", "install", "--quiet", "--no-deps", wheel]
@@ -53,14 +72,8 @@ def test_it_works_in_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:
     for split in ("train", "valid"):
         (tmp_path / f"texts/{split}.txt").write_text(f"It was a {split} and stormy night. " * 100, encoding="utf-8")
 
-    where = run(programs / "python", "-c", "import qklab; print(qklab.__file__)", cwd=tmp_path)
-    assert str(packages) in where.stdout, where.stderr
-    for words in (
-        "mechanisms",
-        "describe --share k=v --heads 8",
-        f"train --corpus.source texts --corpus.tokenizer bytes {TINY} --out run",
-        "report run --out report.html",
-    ):
-        done = run(programs / "qklab", *words.split(), cwd=tmp_path)
-        assert done.returncode == 0, f"qklab {words}\n{done.stdout}\n{done.stderr}"
+    assert "mechanisms" in run(programs / "qklab", "--help", cwd=tmp_path).stdout
+    done = run(programs / "python", "-c", COMMANDS, cwd=tmp_path)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert done.stdout.startswith(str(packages))
     assert (tmp_path / "report.html").stat().st_size > 10_000

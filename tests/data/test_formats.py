@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from qklab.data import DataError, formats
+from qklab.data import DataError, DataSpec, formats
 from qklab.data.formats import detect_format, read_documents
 
 
@@ -60,7 +60,7 @@ def test_a_long_document_goes_on_as_a_new_one(tmp_path: Path, monkeypatch: pytes
 def test_bad_utf8_is_named_with_its_offset(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"\xef\xbb\xbffine\n<|endoftext|>\nabc\xffdef\n")
-    with pytest.raises(DataError, match=r"a\.txt is not UTF-8 at byte 25; convert it"):
+    with pytest.raises(DataError, match=r"a\.txt is not UTF-8 at byte 25; say which encoding it has"):
         documents(path)
     assert path.read_bytes()[25] == 0xFF
 
@@ -127,9 +127,34 @@ def test_parquet(tmp_path: Path, suffix: str) -> None:
         documents(plain)
 
 
+def test_tables_and_other_texts(tmp_path: Path) -> None:
+    def read(name: str, content: str, column: str = "text", encoding: str = "utf-8") -> list[str]:
+        (tmp_path / name).write_text(content, encoding=encoding)
+        spec = DataSpec(column=column, encoding=encoding)
+        return [raw.decode() for raw, _ in read_documents(tmp_path / name, spec)]
+
+    table = 'id,text,body\n1,"one, ""two""\nthree",b1\n2,four,b2\n3\n'
+    assert read("a.csv", table) == ['one, "two"\nthree', "four"]
+    assert read("a.csv", table, "body", "utf-16") == ["b1", "b2"]
+    assert read("b.csv", "\ufeffonly\nx\ny\n") == ["x", "y"]
+    assert read("a.tsv", "n\ttext\n1\tone\n") == ["one"]
+    assert read("a.md", "# Title\n\ntext") == ["# Title\n\ntext"]
+    assert read("a.json", '["one", {"text": "two"}]') == ["one", "two"]
+    assert read("b.json", '{"body": "two"}', "body") == ["two"]
+    for name, content, told in (
+        ("c.csv", "id,body\n1,x\n", r"c\.csv has the columns 'id', 'body'; say which is the text \(--column\)"),
+        ("d.csv", 'text\n"open', r"d\.csv is no \.csv that can be read"),
+        ("c.json", "[1]", r"entry 1 of .*c\.json must be an object with a string field 'text', but int came"),
+        ("d.json", "[", r"d\.json is no JSON"),
+        ("e.jsonl", '{"body": "x"}', r"the fields body came; say which field is the text \(--column\)"),
+    ):
+        with pytest.raises(DataError, match=told):
+            read(name, content)
+
+
 def test_kinds_of_files() -> None:
-    known = {"a.txt": (".txt", ""), "a.b.JSONL.GZ": (".jsonl", ".gz"), "x.parquet.zst": (".parquet", ".zst")}
+    known = {"a.txt": (".txt", ""), "a.b.JSONL.GZ": (".jsonl", ".gz"), "x.csv.zst": (".csv", ".zst")}
     for name, kind in known.items():
         assert detect_format(Path(name)) == kind
-    for name in ("a.csv", "txt", "a.gz", "README.md", "a.txt.bz2"):
+    for name in ("a.html", "txt", "a.gz", "README", "a.txt.bz2"):
         assert detect_format(Path(name)) is None

@@ -97,7 +97,7 @@ def test_workers_never_change_the_result(folder: Path, tmp_path: Path, monkeypat
     spec = spec_of(folder, tokenizer="bpe", vocab=300)
     one, three = (prepare_corpus(spec, out=tmp_path / str(n), workers=n) for n in (1, 3))
     assert read_files(one.folder) == read_files(three.folder)
-    with pytest.raises(DataError, match="workers must be at least 1, but 0 came"):
+    with pytest.raises(DataError, match="workers must be a number from 1 to 256, but 0 came"):
         prepare_corpus(spec, workers=0)
 
 
@@ -164,6 +164,51 @@ def test_too_little_text_is_one_sentence(tmp_path: Path, files: dict[str, str], 
     with pytest.raises(DataError, match=said):
         prepare_corpus(spec_of(source, test=0.0), out=tmp_path / "out")
     assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def book(size: int, seed: int = 0) -> str:
+    text = "\n".join(make_documents(size // 100, seed=seed))
+    return text[:size]
+
+
+@pytest.mark.parametrize("books", [1, 20])
+def test_few_long_documents_are_cut_by_position(books: int, tmp_path: Path, build: Build) -> None:
+    texts = {f"{i:02}.txt": book(60_000, i) for i in range(books)}
+    corpus = build(write_files(tmp_path / "books", texts), valid=0.02, test=0.03)
+    assert corpus.manifest["source"]["split_by"] == "position"
+    parts = {split: read_texts(corpus, split) for split in ("train", "valid", "test")}
+    whole = ["".join(pieces) for pieces in zip(*parts.values(), strict=True)]
+    assert whole == list(texts.values())  # the end of each is held out, nothing is lost
+    sizes = {split: sum(map(len, own)) / sum(map(len, whole)) for split, own in parts.items()}
+    assert sizes == pytest.approx({"train": 0.95, "valid": 0.02, "test": 0.03}, abs=0.004)
+    assert all(text.endswith("\n") for text in parts["train"])
+
+
+def test_a_few_short_documents_are_kept_whole(tmp_path: Path, build: Build) -> None:
+    corpus = build(write_files(tmp_path / "short", {f"{i}.txt": f"text {i}" for i in range(3)}), valid=0.01, test=0.01)
+    assert [len(read_texts(corpus, split)) for split in ("train", "valid", "test")] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "files", [{"a.txt": "word " * 60_000}, {"a.txt": book(300_000), "b.txt": "more", "c.txt": "text"}]
+)
+def test_a_text_longer_than_the_limit_is_cut(files: dict[str, str], tmp_path: Path, build: Build) -> None:
+    corpus = build(write_files(tmp_path / "long", files), limit_bytes=100_000, valid=0.02, test=0.03)
+    sizes = {name: split.bytes for name, split in corpus.splits.items()}
+    assert 0.98 * 100_000 < sizes["train"] <= 100_000
+    assert 0 < sizes["valid"] < sizes["test"] < 0.05 * 100_000
+    assert corpus.manifest["source"]["text_bytes"] == pytest.approx(
+        sum(len(text.encode()) for text in files.values()), rel=0.01
+    )
+
+
+def test_a_refused_corpus_leaves_nothing_behind(tmp_path: Path) -> None:
+    source = write_files(tmp_path / "source", {"a.txt": "one document"})
+    (source / "b.txt").write_bytes(b"\xff")
+    for wrong in (source, source / "a.txt"):
+        with pytest.raises(DataError):
+            prepare_corpus(spec_of(wrong), out=tmp_path / "out")
+        assert not (tmp_path / "out").exists()
 
 
 def test_limit_bytes_ends_the_training_split(folder: Path, build: Build) -> None:

@@ -1,5 +1,6 @@
 """Sources: what a name stands for, and the order and splits of what comes out."""
 
+import os
 import sys
 import types
 from collections.abc import Iterator
@@ -90,11 +91,65 @@ def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
     for name in ("x" * 5000, "a\0b"):
         with pytest.raises(DataError, match="there is no source"):
             find_source(name)
-    write(tmp_path, empty__note_md="x", a_csv="x")
-    with pytest.raises(DataError, match=r"empty holds none of \.txt, \.jsonl, \.parquet \(each also with \.gz"):
+    write(tmp_path, empty__note_html="x", a_html="x")
+    with pytest.raises(DataError, match=r"empty holds none of \.txt, .*, \.json \(each also with \.gz"):
         find_source(str(tmp_path / "empty"))
-    with pytest.raises(DataError, match=r"a\.csv is none of"):
-        find_source(str(tmp_path / "a.csv"))
+    with pytest.raises(DataError, match=r"a\.html is none of"):
+        find_source(str(tmp_path / "a.html"))
+    with pytest.raises(DataError, match="column is for files and folders, but the source is stdlib"):
+        find_source("stdlib", spec=DataSpec(column="body"))
+
+
+def test_what_is_left_out_of_a_folder_is_named(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a", x_txt="X", readme_md="no", page_html="no", _hidden_txt="no")
+    source = find_source(str(folder))
+    assert texts(source) == [(None, "X")]
+    assert source.notes == (
+        f"left out of {folder}, since they are none of .txt, .jsonl, .parquet: page.html, readme.md.",
+    )
+    folder = write(
+        tmp_path / "b",
+        **{f"n{i}_md": "a longer note" for i in range(3)},
+        meta_json="{}",
+        **{f"p{i}_pdf": "" for i in range(7)},
+    )
+    source = find_source(str(folder))  # of what stands beside a corpus more often than for one, what there is most of
+    assert len(texts(source)) == 3
+    assert source.notes[0].endswith(".parquet and .md: meta.json, p0.pdf, p1.pdf, p2.pdf, p3.pdf and 3 others.")
+
+
+def test_files_that_cannot_be_read_are_named_all_at_once_or_left_out(tmp_path: Path) -> None:
+    write(tmp_path, a_txt="A", d_txt="D")
+    for name, raw in (("b.txt", b"caf\xe9"), ("c.txt", b"\xff"), ("e.jsonl", b'{"body": 1}')):
+        (tmp_path / name).write_bytes(raw)
+    told = (
+        r"b\.txt is not UTF-8 at byte 3; .*--encoding.*--skip-bad.*; 3 of 5 files cannot be read; the others are c.txt"
+    )
+    with pytest.raises(DataError, match=told):
+        texts(find_source(str(tmp_path)))
+    source = find_source(str(tmp_path), spec=DataSpec(skip_bad=True))
+    assert texts(source) == [(None, "A"), (None, "D")]
+    assert source.notes[0].endswith("cannot be read (--skip-bad): b.txt, c.txt, e.jsonl.")
+    (tmp_path / "e.jsonl").unlink()
+    source = find_source(str(tmp_path), spec=DataSpec(encoding="latin-1"))
+    assert [text for _, text in texts(source)] == ["A", "café", "ÿ", "D"]
+    with pytest.raises(DataError, match=r"none of the 1 files of .* can be read"):
+        find_source(str(tmp_path / "b.txt"), spec=DataSpec(skip_bad=True))
+    with pytest.raises(DataError, match=r"b\.txt is not ascii"):
+        texts(find_source(str(tmp_path / "b.txt"), spec=DataSpec(encoding="ascii")))
+
+
+def test_names_that_are_no_utf8_are_shown_safely(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = os.fsencode(tmp_path / "source")
+    os.mkdir(folder)
+    for name in (b"caf\xe9.txt", b"caf\xe9.html"):
+        Path(os.fsdecode(os.path.join(folder, name))).write_text("text " * 9000)
+    spec = DataSpec(source=str(tmp_path / "source"), tokenizer="bytes")
+    corpus = prepare_corpus(spec, out=tmp_path / "out", progress=True)
+    assert [row[0] for row in corpus.manifest["source"]["files"]] == ["caf\\xe9.txt"]
+    assert "caf\\xe9.html" in capfd.readouterr().err
+    with pytest.raises(SpecError, match="source must be UTF-8, since it is written down"):
+        DataSpec(source=os.fsdecode(b"caf\xe9.txt"))
 
 
 def test_the_python_that_runs_this_is_a_corpus() -> None:

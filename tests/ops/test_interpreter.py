@@ -11,12 +11,11 @@ from kernels import GPU, INSTALLED, INTERPRETED
 
 @pytest.mark.long
 @pytest.mark.skipif(GPU or INTERPRETED or not INSTALLED, reason="the kernels run in this process, or not at all")
-@pytest.mark.parametrize("file", ["test_coupling_kernel.py", "test_decode_kernel.py", "test_loss.py"])
-def test_the_kernel_in_the_interpreter(file: str) -> None:
-    path = Path(__file__).with_name(file)
-    options = ["-q", "-rs", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    options += [] if file.endswith("_kernel.py") else ["-k", "triton"]
-    command = [sys.executable, "-m", "pytest", *options, str(path)]
+@pytest.mark.timeout(600)
+def test_the_kernels_in_the_interpreter() -> None:
+    files = [Path(__file__).with_name(f"test_{name}.py") for name in ("coupling_kernel", "decode_kernel", "loss")]
+    options = ["-q", "-rs", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "kernel or triton"]
+    command = [sys.executable, "-m", "pytest", *options, *files]
     answer = subprocess.run(
         command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
     )

@@ -60,7 +60,7 @@ def with_gradients(loss: Callable[..., Tensor], x: Tensor, weight: Tensor, *rest
 
 @every_impl
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
-@pytest.mark.parametrize("shape", [(1, 4, 7), (130, 16, 257)])  # tokens, width, vocabulary
+@pytest.mark.parametrize("shape", [(1, 4, 7), (18, 16, 257)])  # tokens, width, vocabulary
 def test_loss_and_gradients_are_torchs(impl: Any, shape: tuple[int, int, int], z_loss: float) -> None:
     x, weight, targets = example(*shape, impl=impl)
     actual = with_gradients(ours, x, weight, targets, z_loss, impl=impl)
@@ -82,7 +82,7 @@ def test_members_are_calls_of_their_own(impl: Any, S: int) -> None:
     x, weight, targets = example(S * 15, 5, S * 33, impl=impl)
     x, weight = (y.detach().unflatten(0, (S, -1)).requires_grad_() for y in (x, weight))
     targets = targets.remainder(33).where(targets != IGNORED, IGNORED).unflatten(0, (S, -1))
-    targets[-1] = targets[-1].masked_fill(torch.tensor(S > 1), IGNORED)
+    targets[-1] = torch.full_like(targets[-1], IGNORED) if S > 1 else targets[-1]
     share = torch.arange(1.0, S + 1, dtype=x.dtype, device=x.device)
     loss, nll = linear_cross_entropy(x.view(S * 5, 3, -1), weight, targets.view(S * 5, 3), z_loss=0.1, impl=impl)
     assert not nll.requires_grad
@@ -103,14 +103,20 @@ def test_gradcheck() -> None:
 
 
 @every_impl
-@pytest.mark.parametrize("scale", [1.0, 1e4])  # large logits do not overflow
 @pytest.mark.parametrize(
-    ("dtype", "autocast"),
-    [(torch.float32, False), (torch.bfloat16, False), (torch.float16, False), (torch.float32, True)],
+    ("dtype", "autocast", "scale"),
+    [
+        (torch.float32, False, 1.0),
+        (torch.float32, False, 1e4),  # large logits do not overflow
+        (torch.bfloat16, False, 1.0),
+        (torch.bfloat16, False, 1e4),
+        (torch.float16, False, 1.0),
+        (torch.float32, True, 1.0),
+    ],
 )
 def test_errors_stay_within_the_budget(impl: Any, dtype: torch.dtype, autocast: bool, scale: float) -> None:
     x, weight, targets = example(33, 32, 257, dtype, impl)
-    x = (scale * x).clamp(-6e4, 6e4).detach().requires_grad_() if dtype != torch.float16 else x
+    x = (scale * x).detach().requires_grad_()
     exact = with_gradients(torch_loss, x.double(), weight.double(), targets)
     with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=autocast):
         low = with_gradients(torch_loss, x, weight, targets)

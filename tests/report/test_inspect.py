@@ -13,7 +13,7 @@ import torch
 from browser import Browser
 from fabricated import CONTEXT, HEADS, LAYERS, TrainTiny
 
-from qklab.data import Corpus
+from qklab.data import Corpus, DataSpec, prepare_corpus
 from qklab.model.diagnose import diagnose
 from qklab.report import inspect as inspect_module
 from qklab.report.inspect import inspect_run, load_inspection, read_attention, token_text
@@ -225,6 +225,27 @@ def test_empty_text_is_the_first_validation_window(run: Path, corpus: Path, tmp_
     assert said[0] in (tmp_path / "inspect.html").read_text(encoding="utf-8")
 
 
+def point_to_corpus(run: Path, corpus: Path, copy: Path) -> Path:
+    """The run, with its corpus in another folder."""
+    shutil.copytree(run, copy)
+    record = json.loads((copy / "run.json").read_text())
+    record["data"]["folder"] = str(corpus)
+    (copy / "run.json").write_text(json.dumps(record))
+    return copy
+
+
+def test_a_window_longer_than_the_validation_text_is_not_filled_up(run: Path, tmp_path: Path):
+    texts = {"train": "It was a bright cold day in April. " * 9, "valid": "one two"}
+    for split, text in texts.items():
+        (tmp_path / "texts").mkdir(exist_ok=True)
+        (tmp_path / f"texts/{split}.txt").write_text(text, encoding="utf-8")
+    made = DataSpec(source=str(tmp_path / "texts"), tokenizer="bytes")
+    short = prepare_corpus(made, out=tmp_path / "corpus", workers=1).folder
+    found = read_attention(point_to_corpus(run, short, tmp_path / "copy"), "", tokens=CONTEXT)
+    assert found["tokens"] == ["<|endoftext|>", *"one two"]
+    assert np.array(found["layers"]["last"]["maps"]).shape[1:] == (8, 8)
+
+
 def test_a_long_text_is_cut_and_it_is_said(run: Path):
     found = read_attention(run, "a" * 300, tokens=CONTEXT)
     assert len(found["tokens"]) == CONTEXT
@@ -273,11 +294,7 @@ def test_what_cannot_be_inspected_is_told_in_a_sentence(run: Path, tmp_path: Pat
 
 
 def test_without_text_and_corpus_a_text_is_asked_for(run: Path, tmp_path: Path):
-    copy = tmp_path / "copy"
-    shutil.copytree(run, copy)
-    record = json.loads((copy / "run.json").read_text())
-    record["data"]["folder"] = str(tmp_path / "gone")
-    (copy / "run.json").write_text(json.dumps(record))
+    copy = point_to_corpus(run, tmp_path / "gone", tmp_path / "copy")
     with pytest.raises(RunError, match="give a text") as caught:
         read_attention(copy, "")
     assert one_sentence(caught.value)

@@ -247,6 +247,11 @@ def test_compare_answers_is_continued_and_reports(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    shape = {"model": {"recipe": "nano", "layers": 1, "width": 16, "context": 32}, "corpus": {"vocab": 300}}
+    small = dataclasses.replace(sizes.SIZES["pico"], settings=sizes.SIZES["pico"].settings | shape)
+    for size in list(sizes.SIZES):
+        monkeypatch.delitem(sizes.SIZES, size)
+    monkeypatch.setitem(sizes.SIZES, "pico", small)
     monkeypatch.setattr("qklab.study.executors.local.LocalExecutor", lambda device, at_once, say: InProcess())
     asked = ("compare", str(text), "--arms", "k=v", "--minutes", "0.01", "--device", "cpu")
     code, out, err = called(capsys, *asked, "--seeds", "2")
@@ -296,7 +301,7 @@ def test_a_study_is_stopped_goes_on_and_reports(text: Path, tmp_path: Path, caps
     file.write_text(
         f'name = "s"\nbaseline = "standard"\ncorpora = ["{text}"]\nlrs = [1e-3]\nseeds = 1\n'
         '[base]\nmodel = {recipe = "nano", layers = 1, width = 32, context = 64}\n'
-        'corpus = {tokenizer = "bytes"}\nbatch = {sequences = 8}\nbudget = {tokens = 160000}\n'
+        'corpus = {tokenizer = "bytes"}\nbatch = {sequences = 8}\nbudget = {tokens = 80000}\n'
         "evaluation = {times = 2}\n"
         '[arms.standard]\n[arms."k=v"]\nattention = {share = "k=v"}\n'
     )

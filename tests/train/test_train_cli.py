@@ -175,7 +175,7 @@ def test_every_setting_is_documented_with_its_default(kind: type[Spec]) -> None:
             continue
         found = [row for row in rows if re.search(rf"`(\w+\.)?{name}`", row.split("|")[1])]
         assert found, name
-        if isinstance(field.default, str):
+        if isinstance(field.default, str | bool):
             assert any(f"`{field.default}`" in row for row in found), name
         elif isinstance(field.default, int | float):
             numbers = [float(n.replace(",", "")) for row in found for n in re.findall(r"[\d,.]*\d(?:e-\d+)?", row)]

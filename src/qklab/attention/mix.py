@@ -35,8 +35,7 @@ class KeyValue(NamedTuple):
     def separate(self) -> tuple[Tensor, Tensor]:
         """Keys as they are compared, and values."""
         key = self.key if self.positions is None else rotate_every(self.key, self.positions)
-        value = self.key if self.value is None else self.value
-        return key, (value if self.value_width is None else value[..., : self.value_width])
+        return key, self.key[..., : self.value_width] if self.value is None else self.value
 
 
 def attend(q: Tensor, stored: KeyValue, scale: float, visibility: Visibility, bias: Tensor | None = None) -> Tensor:

@@ -12,7 +12,8 @@ class CompareCommand:
     """Train arms on your own text with paired seeds and equal tuning, and say which attention is better on it.
 
     Args:
-        texts: files or folders of text, or names of corpora, compared on one by one; by default Python's own library
+        texts: files or folders of text (.txt, .md, .jsonl, .json, .csv, .tsv, .parquet), or names of corpora, compared
+            on one by one; by default Python's own library
         arms: which attentions, by name; the standard one is always among them; by default standard, leapfrog, affine,
             k=v and qk-norm
         minutes: how long it may take, which decides the size of the models and how many tokens they see; by default 5
@@ -21,6 +22,9 @@ class CompareCommand:
         size: pico, nano, micro, mini, 34m, 51m or 124m instead of what fits the time
         final_tokens: how much of validation and of test text is read at the end of a run; 0 for all of it; by default
             an eighth of what it trained on
+        column: the field or column that holds the text, where files have several; by default text
+        encoding: that of the files, by default utf-8
+        skip_bad: leave out files that cannot be read, and name them
         device: cpu or cuda; auto takes GPUs if there are any
         at_once: runs at a time; by default one per core or GPU
         out: the folder of the comparison; one that is there is continued
@@ -34,6 +38,9 @@ class CompareCommand:
     size: str | None = None
     more: Annotated[bool, tyro.conf.arg(name="continue")] = False
     final_tokens: int | None = None
+    column: str | None = None
+    encoding: str | None = None
+    skip_bad: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
     at_once: int | None = None
     out: Path | None = None
@@ -47,8 +54,10 @@ class CompareCommand:
         from qklab.study.records import read_study_record
         from qklab.train.progress import Terminal
 
+        given = {"column": self.column, "encoding": self.encoding, "skip_bad": self.skip_bad or None}
+        reading = {name: value for name, value in given.items() if value is not None}
         request = compare.ComparisonRequest(
-            self.texts, self.arms, self.minutes, self.seeds, self.size, self.final_tokens
+            self.texts, self.arms, self.minutes, self.seeds, self.size, self.final_tokens, reading
         )
         display = Terminal()
         executor = LocalExecutor(self.device, self.at_once, say=display.say)

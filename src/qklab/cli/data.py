@@ -17,8 +17,8 @@ class PrepareAction(CorpusFlags):
     """Read a source, split it into train, valid and test, tokenise it, and keep it as hashed shards.
 
     Args:
-        where: a file or folder of .txt, .jsonl or .parquet (also .gz, .xz, .zst), "stdlib", "hf:NAME/CONFIG", or the
-            name of a corpus under --data
+        where: a file or folder of .txt, .md, .jsonl, .json, .csv, .tsv or .parquet (also .gz, .xz, .zst), "stdlib",
+            "hf:NAME/CONFIG", or the name of a corpus under --data
         data: where corpora are looked for by name; by default $QKLAB_DATA
         out: the folder to prepare it in; by default one in the cache
         workers: processes that tokenise; by default one per processor

@@ -1,8 +1,9 @@
 """Which documents belong to a corpus, and to which split: a pure function of the source and the spec.
 
 A split that the source has files for is kept as it is. Otherwise a document's split follows from a hash of its text,
-so that adding files never moves one. A text that the source holds out (test before valid) is dropped from the splits
-after it; repeats within a split stay, because how often a text occurs is a property of the corpus, and are counted.
+so that adding files never moves one; where there are too few documents for that, each is cut by position. A text that
+the source holds out (test before valid) is dropped from the splits after it; repeats within a split stay, because how
+often a text occurs is a property of the corpus, and are counted.
 """
 
 import hashlib
@@ -13,10 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from qklab.data.formats import count_whole_characters
 from qklab.data.sources import SPLITS, Source
 from qklab.data.spec import DataError, DataSpec
 
 SAMPLE_BYTES = 2**25
+SHORT_BYTES = 2**14
 
 
 class SelectedDocument(NamedTuple):
@@ -43,13 +46,57 @@ def choose_split(digest: bytes, spec: DataSpec, kept: frozenset[str]) -> str:
     return "train"
 
 
-def select_documents(source: Source, spec: DataSpec, dropped: Counter[str]) -> Iterator[SelectedDocument]:
-    """The documents of the corpus in order; `dropped` counts what was left out: "empty", or duplicates by split."""
+def cut_text(raw: bytes, size: int) -> bytes:
+    """At most `size` bytes of a text, up to the end of a line where one is not far, and of a character anyway."""
+    if len(raw) <= size:
+        return raw
+    line_end = raw.rfind(b"\n", size // 2, size) + 1
+    return raw[: line_end or count_whole_characters(raw[:size])]
+
+
+def cut_by_position(
+    raw: bytes, spec: DataSpec, kept: frozenset[str], taken: Counter[str]
+) -> Iterator[tuple[str, bytes]]:
+    """(split, text) of a document's parts: its end is for validation and test. A short one stays whole, for the split
+    that lags behind its share of what was `taken`."""
+    shares = {split: getattr(spec, split) for split in ("valid", "test") if split not in kept and getattr(spec, split)}
+    if len(raw) < SHORT_BYTES:
+        behind = (split for split, share in shares.items() if taken["train"] and taken[split] < share * taken.total())
+        yield next(behind, "train"), raw
+        return
+    rest = cut_text(raw, int(len(raw) * (1 - sum(shares.values()))))
+    yield "train", rest
+    begin = len(rest)
+    for split, share in shares.items():
+        last = split == [*shares][-1]
+        part = raw[begin:] if last else cut_text(raw[begin:], max(4, int(len(raw) * share)))
+        begin += len(part)
+        yield split, part
+
+
+def select_documents(
+    source: Source, spec: DataSpec, dropped: Counter[str], by_position: bool = False
+) -> Iterator[SelectedDocument]:
+    """The documents of the corpus in order; `dropped` counts what was left out: "empty", duplicates by split, and the
+    bytes that were "cut" off."""
     held_out: dict[bytes, str] = {}
-    train_bytes = 0
+    taken = Counter[str]()  # bytes by split
+    limit = spec.limit_bytes
     for raw, own_split, position in source.read_documents():
         if not raw.strip():
             dropped["empty"] += 1
+            continue
+        if by_position and own_split not in ("valid", "test"):
+            if limit is not None:
+                before = len(raw)
+                raw = cut_text(raw, int(limit / (1 - spec.valid - spec.test)) - taken.total())
+                dropped["cut"] += before - len(raw)
+                if not raw:
+                    return
+            for split, part in cut_by_position(raw, spec, source.splits, taken):
+                if part.strip():
+                    taken[split] += len(part)
+                    yield SelectedDocument(part, split, hashlib.blake2b(part, digest_size=16).digest(), position)
             continue
         digest = hashlib.blake2b(raw, digest_size=16).digest()
         split = own_split if own_split in ("valid", "test") else choose_split(digest, spec, source.splits)
@@ -58,11 +105,21 @@ def select_documents(source: Source, spec: DataSpec, dropped: Counter[str]) -> I
             continue
         if own_split in ("valid", "test"):
             held_out[digest] = split
-        if split == "train":
-            train_bytes += len(raw)
-            if spec.limit_bytes is not None and train_bytes > spec.limit_bytes:
+        if split == "train" and limit is not None and taken["train"] + len(raw) > limit:
+            if taken["train"]:
                 return
+            dropped["cut"] += len(raw)
+            raw = cut_text(raw, limit)  # a first document that alone is larger
+            dropped["cut"] -= len(raw)
+            digest = hashlib.blake2b(raw, digest_size=16).digest()
+        taken[split] += len(raw)
         yield SelectedDocument(raw, split, digest, position)
+
+
+def needs_positions(tally: "Tally", spec: DataSpec, kept: frozenset[str]) -> bool:
+    """Whether some split that is wanted got no document by its hash."""
+    wanted = ["train", *(split for split in ("valid", "test") if getattr(spec, split))]
+    return bool(tally.documents.total()) and any(not tally.documents[split] and split not in kept for split in wanted)
 
 
 class TokenizerSample:

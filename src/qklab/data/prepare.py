@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from qklab.data.documents import SelectedDocument, Tally, refuse_empty, select_documents
+from qklab.data.documents import SelectedDocument, Tally, needs_positions, refuse_empty, select_documents
 from qklab.data.progress import ReportProgress, open_progress
-from qklab.data.scan import deciding_settings, digest_source, refuse_changed, scan_or_resume
+from qklab.data.scan import PLAN, POSITION, deciding_settings, digest_source, refuse_changed, scan_or_resume
 from qklab.data.shards import FORMAT, MANIFEST, TOKENIZER, UNFINISHED, Corpus, ShardWriter, hash_content
 from qklab.data.sources import SPLITS, Source, find_source, find_source_path
 from qklab.data.spec import DataError, DataSpec
@@ -50,7 +50,7 @@ def prepare_corpus(
     path = find_source_path(spec.source, data)
     if path is not None and (path / MANIFEST).is_file():
         return Corpus.open(path)
-    source = find_source(spec.source, data)
+    source = find_source(spec.source, data, spec)
     folder = Path(out) if out is not None else cache_folder(spec, source)
     with open_progress(progress) as report:
         if (folder / MANIFEST).exists():
@@ -62,7 +62,14 @@ def prepare_corpus(
             with lock_folder(folder, report):
                 if (folder / MANIFEST).exists():
                     return open_finished(folder, spec, source, report)
-                build_corpus(folder, spec, source, data, workers or count_cores(), report)
+                try:
+                    build_corpus(folder, spec, source, data, workers or count_cores(), report)
+                except DataError:
+                    if not (folder / UNFINISHED / PLAN).exists():  # there is nothing to keep
+                        shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
+                        with contextlib.suppress(OSError):
+                            folder.rmdir()
+                    raise
                 shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
         except OSError as error:
             raise DataError(
@@ -78,9 +85,13 @@ def refuse_unusable(spec: DataSpec, data: Path | None) -> None:
     path = find_source_path(spec.source, data)
     if path is not None and (path / MANIFEST).is_file():
         return
-    source, tally = find_source(spec.source, data), Tally()
-    for document in select_documents(source, spec, Counter()):
-        tally.add(document)
+    source = find_source(spec.source, data, spec)
+    for by_position in (False, True):
+        tally = Tally()
+        for document in select_documents(source, spec, Counter(), by_position):
+            tally.add(document)
+        if not needs_positions(tally, spec, source.splits):
+            return
     refuse_empty(source.name, tally, spec, source.splits)
 
 
@@ -96,7 +107,7 @@ def lock_folder(folder: Path, report: ReportProgress) -> Iterator[None]:
     """Only one process prepares a folder; others wait. The lock goes with its holder, even one that is killed."""
     path, waiting = folder / UNFINISHED / "lock", False
     while True:
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         try:
             lock = lock_file(path)
         except OSError as error:
@@ -130,7 +141,10 @@ def open_finished(folder: Path, spec: DataSpec, source: Source, report: ReportPr
             "for; choose another folder (--out) or delete it."
         )
     if corpus.manifest["source"]["files"] != source.list_contents():
-        refuse_changed(folder, corpus.manifest["source"]["sha256"], digest_source(source, spec, report))
+        before = corpus.manifest["source"]
+        refuse_changed(
+            folder, before["sha256"], digest_source(source, spec, report, before.get("split_by") == POSITION)
+        )
     shutil.rmtree(folder / UNFINISHED, ignore_errors=True)  # left where a kill came after the manifest
     return corpus
 
@@ -145,7 +159,7 @@ def build_corpus(
     writers = {split: ShardWriter(folder, split, tokenizer.dtype, tokenizer.eot) for split in SPLITS}
     total = sum(counts["bytes"] for counts in plan["splits"].values())
     tally = Tally()
-    batches = batch_unfinished(source, spec, writers, tally)
+    batches = batch_unfinished(source, spec, writers, tally, plan.get("split_by") == POSITION)
     count = workers if total > FEW_BYTES else 1
     with EncoderPool(folder / TOKENIZER, count) as pool:
         for (documents, done), tokens in pool.map(batches):
@@ -160,7 +174,7 @@ LabelledTexts = tuple[tuple[list[tuple[str, int]], int], list[bytes]]
 
 
 def batch_unfinished(
-    source: Source, spec: DataSpec, writers: dict[str, ShardWriter], tally: Tally
+    source: Source, spec: DataSpec, writers: dict[str, ShardWriter], tally: Tally, by_position: bool
 ) -> Iterator[LabelledTexts]:
     """Batches (((split, bytes) of each document, bytes so far), texts) of what is not in a finished shard yet."""
     ready = {split: writer.documents for split, writer in writers.items()}
@@ -171,7 +185,7 @@ def batch_unfinished(
         return (labels, tally.bytes.total()), [document.raw for document in waiting]
 
     size = 0
-    for document in select_documents(source, spec, Counter()):
+    for document in select_documents(source, spec, Counter(), by_position):
         tally.add(document)
         if tally.documents[document.split] <= ready[document.split]:
             continue
@@ -201,7 +215,9 @@ def write_manifest(
             name: {**part, **{key: plan["splits"][name][key] for key in counted}} for name, part in splits.items()
         },
     }
-    source = {key: plan.get(key) for key in ("name", "sha256", "empty_documents_skipped", "text_bytes", "files")}
+    source = {
+        key: plan.get(key) for key in ("name", "sha256", "split_by", "empty_documents_skipped", "text_bytes", "files")
+    }
     manifest = {
         "format": FORMAT,
         "hash": hash_content(content),

@@ -6,7 +6,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from qklab.data.documents import Tally, TokenizerSample, count_repeats, refuse_empty, select_documents
+from qklab.data.documents import (
+    Tally,
+    TokenizerSample,
+    count_repeats,
+    needs_positions,
+    refuse_empty,
+    select_documents,
+)
 from qklab.data.progress import ReportProgress
 from qklab.data.shards import TOKENIZER, UNFINISHED
 from qklab.data.sources import SPLITS, Source, list_data_folders
@@ -14,6 +21,9 @@ from qklab.data.spec import DataError, DataSpec
 from qklab.data.tokenizer import GPT2_FILES, Tokenizer
 from qklab.data.workers import train_in_worker
 from qklab.runs.files import replace_file, write_json
+
+PLAN = "plan.json"
+HASH, POSITION = "hash", "position"  # what decides over the split of a document
 
 
 def deciding_settings(spec: dict[str, Any]) -> dict[str, Any]:
@@ -23,6 +33,9 @@ def deciding_settings(spec: dict[str, Any]) -> dict[str, Any]:
         kept.pop("vocab")
     if kept["tokenizer"].startswith("gpt2:"):
         kept["tokenizer"] = "gpt2"
+    for name in ("column", "encoding", "skip_bad"):  # which older corpora do not name
+        if kept.get(name) == getattr(DataSpec(), name):
+            del kept[name]
     return kept
 
 
@@ -34,9 +47,9 @@ def refuse_changed(folder: Path, before: str, now: str) -> None:
         )
 
 
-def digest_source(source: Source, spec: DataSpec, report: ReportProgress) -> str:
+def digest_source(source: Source, spec: DataSpec, report: ReportProgress, by_position: bool) -> str:
     tally = Tally()
-    for document in select_documents(source, spec, Counter()):
+    for document in select_documents(source, spec, Counter(), by_position):
         tally.add(document)
         report("reading", document.position, source.size)
     return tally.digest.hexdigest()
@@ -46,7 +59,7 @@ def scan_or_resume(
     folder: Path, spec: DataSpec, source: Source, data: Path | None, report: ReportProgress
 ) -> dict[str, Any]:
     """What the first pass found, and beside it the tokenizer: from an earlier attempt, or by reading everything now."""
-    path, contents = folder / UNFINISHED / "plan.json", source.list_contents()
+    path, contents = folder / UNFINISHED / PLAN, source.list_contents()
     try:
         plan = json.loads(path.read_bytes())
         if Tokenizer.load(folder / TOKENIZER).hash != plan["tokenizer"]:
@@ -61,7 +74,8 @@ def scan_or_resume(
     elif deciding_settings(plan["spec"]) != deciding_settings(spec.to_dict()):
         raise DataError(f"{folder} holds an unfinished corpus of another spec; choose another folder or delete it.")
     elif plan["files"] != contents:
-        refuse_changed(folder, plan["sha256"], digest_source(source, spec, report))
+        now = digest_source(source, spec, report, plan.get("split_by") == POSITION)
+        refuse_changed(folder, plan["sha256"], now)
     return {**plan, "files": contents, "name": source.name}
 
 
@@ -69,22 +83,26 @@ def scan_source(
     folder: Path, spec: DataSpec, source: Source, data: Path | None, report: ReportProgress
 ) -> dict[str, Any]:
     """Read every document once: counts, duplicates, a digest of it all, and the tokenizer, written to `folder`."""
-    tally, sample, dropped = Tally(), TokenizerSample(), Counter[str]()
     tokenizer = (
         None if spec.tokenizer == "bpe" else find_tokenizer(spec, data)
     )  # missing, if so, before hours of reading
-    with contextlib.ExitStack() as files:
-        paths = {split: folder / UNFINISHED / f"{split}.digests" for split in SPLITS}
-        digests = {split: files.enter_context(replace_file(path)) for split, path in paths.items()}
-        position = 0
-        for document in select_documents(source, spec, dropped):
-            tally.add(document)
-            position = document.position
-            digests[document.split].write(document.digest[:8])
-            if document.split == "train" and tokenizer is None:
-                sample.add(document)
-            report("reading", document.position, source.size)
+    paths = {split: folder / UNFINISHED / f"{split}.digests" for split in SPLITS}
+    for split_by in (HASH, POSITION):
+        tally, sample, dropped, position = Tally(), TokenizerSample(), Counter[str](), 0
+        with contextlib.ExitStack() as files:
+            digests = {split: files.enter_context(replace_file(path)) for split, path in paths.items()}
+            for document in select_documents(source, spec, dropped, split_by == POSITION):
+                tally.add(document)
+                position = document.position
+                digests[document.split].write(document.digest[:8])
+                if document.split == "train" and tokenizer is None:
+                    sample.add(document)
+                report("reading", document.position, source.size)
+        if not needs_positions(tally, spec, source.splits):
+            break
     refuse_empty(source.name, tally, spec, source.splits)
+    for note in [*source.notes, *([describe_cutting(source.name, spec)] if split_by == POSITION else ())]:
+        report(note, 0, 0)
     if tokenizer is None:
         report(f"training a BPE of {spec.vocab} tokens on {sample.bytes / 1e6:.1f} MB", 0, 0)
         tokenizer = Tokenizer(train_in_worker(sample.batches(), spec.vocab))
@@ -100,12 +118,20 @@ def scan_source(
     }
     return {
         "sha256": tally.digest.hexdigest(),
+        "split_by": split_by,
         "tokenizer": tokenizer.hash,
         "empty_documents_skipped": dropped["empty"],
         # estimated where spec.limit_bytes ended the reading
-        "text_bytes": round(tally.bytes.total() * max(1.0, source.size / max(1, position))),
+        "text_bytes": round((tally.bytes.total() + dropped["cut"]) * max(1.0, source.size / max(1, position))),
         "splits": splits,
     }
+
+
+def describe_cutting(name: str, spec: DataSpec) -> str:
+    return (
+        f"{name} has too few documents to hold some out: the last {100 * spec.valid:g} % and {100 * spec.test:g} % of "
+        "each long one are for validation and test."
+    )
 
 
 def find_tokenizer(spec: DataSpec, data: Path | None) -> Tokenizer:

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from qklab import register
-from qklab.data.formats import COMPRESSED, READERS, detect_format, read_documents, split_long_text
-from qklab.data.spec import DataError
+from qklab.data.formats import BESIDE, COMPRESSED, READERS, detect_format, read_documents, split_long_text
+from qklab.data.spec import DataError, DataSpec
 from qklab.schema import suggest_name
 
 SPLITS = ("train", "valid", "test")
 SPLIT_NAME = re.compile(r"(train(?:ing)?|val(?:id(?:ation)?)?|dev|test)(?![a-z])", re.IGNORECASE)
+NAMED = 5  # files that are named one by one
 SPLIT_STARTS = {"train": "train", "valid": ("val", "dev"), "test": "test"}
 
 
@@ -42,6 +43,7 @@ class Source(ABC):
     name: str
     size: int  # the last position of a document
     splits: frozenset[str] = frozenset()  # those the source itself keeps apart; empty where it assigns no document
+    notes: tuple[str, ...] = ()  # what was left out, for people
 
     def __init__(self, name: str):
         self.name = name
@@ -68,12 +70,28 @@ def stat_file(path: Path) -> os.stat_result:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from error
 
 
-class Files(Source):
-    """A file, or a folder with everything under it that can be read, by name."""
+def show_name(name: str) -> str:
+    """A file's name as text that can be written and printed; bytes of it that are no UTF-8 become escapes."""
+    return os.fsencode(name).decode(errors="backslashreplace")
 
-    def __init__(self, name: str, root: Path, paths: list[Path]):
+
+def enumerate_names(names: list[str]) -> str:
+    others = f" and {len(names) - NAMED:,} others" if len(names) > NAMED else ""
+    return ", ".join(map(show_name, names[:NAMED])) + others
+
+
+class Files(Source):
+    """A file, or a folder with everything under it that can be read, by name; `skipped` is what cannot."""
+
+    def __init__(self, name: str, root: Path, paths: list[Path], skipped: list[Path], spec: DataSpec):
         super().__init__(name)
+        self.spec, self.root = spec, root
         inside = root if root.is_dir() else root.parent
+        if skipped:
+            left = enumerate_names(sorted(str(path.relative_to(inside)) for path in skipped))
+            self.notes = (f"left out of {name}, since they are none of {describe_formats(paths)}: {left}.",)
+        if spec.skip_bad:
+            paths = self.leave_out_bad(paths, inside)
         named = sorted((path.relative_to(inside).as_posix(), path) for path in paths)
         splits = {relative: parse_split_name(relative) for relative, _ in named}
         named_splits = {split for split in splits.values() if split}
@@ -82,8 +100,8 @@ class Files(Source):
         elif None in splits.values():
             stray = next(relative for relative, split in splits.items() if split is None)
             raise DataError(
-                f"{root} has files named for their splits, but also {stray}; name it train…, valid… or test…, "
-                "or move it."
+                f"{root} has files named for their splits, but also {show_name(stray)}; name it train…, valid… or "
+                "test…, or move it."
             )
         order = {"test": 0, "valid": 1}
         self.files = sorted(
@@ -95,15 +113,46 @@ class Files(Source):
 
     def list_contents(self) -> list[list[Any]]:
         stats = [(relative, stat_file(path)) for _, relative, path in self.files]
-        return [[relative, stat.st_size, stat.st_mtime_ns] for relative, stat in stats]
+        return [[show_name(relative), stat.st_size, stat.st_mtime_ns] for relative, stat in stats]
+
+    def leave_out_bad(self, paths: list[Path], inside: Path) -> list[Path]:
+        """Without the files that cannot be read, which the notes name."""
+        bad = {path: wrong for path in paths if (wrong := self.find_fault(path)) is not None}
+        if len(bad) == len(paths):
+            raise DataError(f"none of the {len(paths)} files of {self.name} can be read: {next(iter(bad.values()))}")
+        if bad:
+            left = enumerate_names(sorted(str(path.relative_to(inside)) for path in bad))
+            self.notes += (f"left out of {self.name}, since they cannot be read (--skip-bad): {left}.",)
+        return [path for path in paths if path not in bad]
+
+    def find_fault(self, path: Path) -> str | None:
+        """Why a file cannot be read."""
+        try:
+            for _ in read_documents(path, self.spec):
+                pass
+        except DataError as error:
+            return show_name(str(error))
+        return None
 
     def read_documents(self) -> Iterator[Document]:
         before = 0
-        for split, _, path in self.files:
+        for number, (split, _, path) in enumerate(self.files):
             size = stat_file(path).st_size
-            for raw, position in read_documents(path):
-                yield Document(raw, split, before + position)
+            try:
+                for raw, position in read_documents(path, self.spec):
+                    yield Document(raw, split, before + position)
+            except DataError as error:
+                raise self.name_all_bad(show_name(str(error)), number) from None
             before += size
+
+    def name_all_bad(self, first: str, number: int) -> DataError:
+        """The error of the first file that cannot be read, with all others that cannot, so that all are known at
+        once."""
+        others = [relative for _, relative, path in self.files[number + 1 :] if self.find_fault(path) is not None]
+        if not others:
+            return DataError(first)
+        many = f"{len(others) + 1} of {len(self.files):,} files cannot be read; the others are {enumerate_names(others)}"
+        return DataError(f"{first.removesuffix('.')}; {many}.")
 
 
 @register.source("stdlib")
@@ -213,17 +262,34 @@ def list_data_folders(data: Path | None) -> list[Path]:
     return ([Path(data)] if data else []) + ([Path(named)] if named else [])
 
 
-def list_files(root: Path) -> list[Path]:
-    """Everything readable under a folder, hidden files and folders left out."""
+def list_files(root: Path) -> tuple[list[Path], list[Path]]:
+    """What of a folder is read, and what is left out; hidden files and folders are neither.
+
+    Formats that stand beside a corpus more often than for one are read where there is no other, of these the one there
+    is most of.
+    """
 
     def refuse(error: OSError) -> None:
         raise DataError(f"{error.filename} cannot be read: {error.strerror}.") from error
 
-    paths = []
+    kinds: dict[str | None, list[Path]] = {}
     for folder, folders, names in os.walk(root, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        paths += [Path(folder) / name for name in names if not name.startswith(".") and detect_format(Path(name))]
-    return paths
+        for path in (Path(folder) / name for name in names if not name.startswith(".")):
+            kind = detect_format(path)
+            kinds.setdefault(kind[0] if kind is not None else None, []).append(path)
+    read = [kind for kind in kinds if kind in READERS]
+    if not read:
+        beside = sorted(kind for kind in kinds if kind in BESIDE)
+        read = [max(beside, key=lambda kind: sum(stat_file(path).st_size for path in kinds[kind]))] if beside else []
+    left_out = [path for kind, paths in kinds.items() if kind not in read for path in paths]
+    return [path for kind in read for path in kinds[kind]], left_out
+
+
+def describe_formats(paths: list[Path]) -> str:
+    """What is read where these files are: all common formats, or the one of theirs."""
+    own = {kind[0] for path in paths if (kind := detect_format(path)) is not None}
+    return ", ".join(READERS) if own <= READERS.keys() else f"{', '.join(READERS)} and {', '.join(sorted(own))}"
 
 
 def find_source_path(name: str, data: Path | None) -> Path | None:
@@ -245,16 +311,23 @@ def find_source_path(name: str, data: Path | None) -> Path | None:
     raise DataError(f"there is no source {name!r}{suggest_name(name, known)}: no such file or folder here{where}.")
 
 
-def find_source(name: str, data: Path | None = None) -> Source:
+def find_source(name: str, data: Path | None = None, spec: DataSpec | None = None) -> Source:
+    """What a source's name stands for; `spec` says how its files are read."""
+    spec = DataSpec() if spec is None else spec
     path = find_source_path(name, data)
     if path is None:
+        plain = DataSpec()
+        for setting in ("column", "encoding", "skip_bad"):
+            if getattr(spec, setting) != getattr(plain, setting):
+                raise DataError(f"{setting} is for files and folders, but the source is {name}; leave it out.")
         return register.source[name.partition(":")[0]](name)
-    kinds = f"{', '.join(READERS)} (each also with {', '.join(suffix for suffix in COMPRESSED if suffix)})"
+    packed = ", ".join(suffix for suffix in COMPRESSED if suffix)
+    kinds = f"{', '.join(READERS | BESIDE)} (each also with {packed})"
     if path.is_dir():
-        paths = list_files(path)
+        paths, skipped = list_files(path)
         if not paths:
             raise DataError(f"the folder {path} holds none of {kinds}.")
-        return Files(name, path, paths)
+        return Files(name, path, paths, skipped, spec)
     if detect_format(path) is None:
         raise DataError(f"{path} is none of {kinds}.")
-    return Files(name, path, [path])
+    return Files(name, path, [path], [], spec)

@@ -126,8 +126,7 @@ class PopulationOptimiser:
 
 def measure_gradient_norms(stacked: nn.Module) -> Tensor:
     """√Σ‖g‖² over all parameters, of each member: [S] on the device."""
-    gradients = list(read_gradients(dict(stacked.named_parameters())).values())
-    return norm_members(gradients)
+    return norm_members(list(read_gradients(dict(stacked.named_parameters())).values()))
 
 
 def read_gradients(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:

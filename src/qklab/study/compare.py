@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ ANALYSES = 2  # one, and one after more seeds, which the answer itself may propo
 @dataclass(frozen=True)
 class ComparisonRequest:
     """What a comparison is asked to be, None where that is left open. `final_tokens`: how much of validation and of
-    test is read at the end of a run, 0 for all."""
+    test is read at the end of a run, 0 for all; `reading`: settings of a corpus that say how its files are read."""
 
     texts: tuple[str, ...] = ()
     arms: tuple[str, ...] | None = None
@@ -47,6 +47,7 @@ class ComparisonRequest:
     seeds: int | None = None
     size: str | None = None
     final_tokens: int | None = None
+    reading: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.minutes is not None and not 0 < self.minutes < 1e6:
@@ -137,7 +138,7 @@ def plan_comparison(
     the smallest; as many tokens as there is time for, the same for every arm."""
     request = request.fill_defaults()
     for text in request.texts or ("stdlib",):  # what cannot be used is told before anything is measured
-        refuse_unusable(DataSpec(source=text, **SPLITS, limit_bytes=LEAST_BYTES), data)
+        refuse_unusable(DataSpec(source=text, **SPLITS, **request.reading, limit_bytes=LEAST_BYTES), data)
     say("measuring how fast this machine trains…")
     chosen: ComparisonPlan | None = None
     for name in [request.size] if request.size is not None else list(SIZES):
@@ -212,7 +213,7 @@ def make_study(size: str, request: ComparisonRequest, tokens: int, tunes_all: bo
         "final_tokens": choose_final_tokens(request, tokens),
     }
     base = {
-        "corpus": settings.get("corpus", {}) | SPLITS | {"limit_bytes": choose_limit(tokens)},
+        "corpus": settings.get("corpus", {}) | SPLITS | request.reading | {"limit_bytes": choose_limit(tokens)},
         "budget": {"tokens": tokens},
         "evaluation": evaluation,
     }
@@ -287,6 +288,8 @@ def refuse_other_comparison(study: StudySpec, folder: Path, request: ComparisonR
         ("a size", request.size, find_size(study)),
         ("final_tokens", request.final_tokens, study.base["evaluation"].get("final_tokens", 0)),
     )
+    kept = study.base["corpus"]
+    asked += tuple((name, value, kept.get(name, "left open")) for name, value in request.reading.items())
     for what, wanted, there in asked:
         if wanted is not None and wanted != there:
             raise StudyError(

@@ -148,6 +148,9 @@ class Study:
         """The hash of the prepared corpus, which must have text to choose learning rates on and text to report on."""
 
         def show(what: str, done: int, of: int) -> None:
+            if not done and not of:
+                display.say(what)
+                return
             display.show(0.0, f"preparing {spec.source}: {what}, {done / max(1, of):.0%}")
 
         corpus = prepare_corpus(spec, data=self.data, progress=show)

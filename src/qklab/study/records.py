@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from qklab.data.spec import DataSpec
 from qklab.runs.directory import RunDirectory
 from qklab.runs.files import describe_os_error, write_json
 from qklab.schema import format_value
@@ -152,8 +153,8 @@ class StudyRecord:
 
     def find_hash(self, corpus: Mapping[str, Any]) -> str | None:
         """The hash of the corpus with these settings when the study began."""
-        wanted = json.loads(json.dumps(corpus))
-        return next((entry["hash"] for entry in self.data if entry["spec"] == wanted), None)
+        specs = ((entry["hash"], DataSpec.from_dict(entry["spec"]).to_dict()) for entry in self.data)
+        return next((found for found, spec in specs if spec == dict(corpus)), None)
 
 
 def read_study_record(folder: Path) -> StudyRecord:

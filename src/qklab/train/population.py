@@ -173,7 +173,8 @@ class StepGraph:
         self.batch = Batch(*(None if t is None else t.clone() for t in batch))  # pyright: ignore[reportArgumentType]
         self.lrs = lrs.clone()
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        # other threads make batches and write checkpoints meanwhile, and what they ask of CUDA is none of the graph's
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self.outcome = advance(self.batch, self.lrs)
 
     def __call__(self, batch: Batch, lrs: Tensor) -> Tensor:

@@ -18,8 +18,11 @@ class StudyCommand:
             continued
         seeds: how many seeds instead of what the file says: a study can be given more, not fewer
         device: cpu or cuda; auto takes GPUs if there are any
-        at_once: runs at a time; by default one per core or GPU
+        at_once: processes at a time; by default one per core or GPU
         rows: windows per forward pass, where a whole batch does not fit into memory
+        population: how many runs that differ in seed and learning rate are trained as one model: a number, off, or
+            auto, which does so on a GPU
+        keep: how many checkpoints of a run stay beside its best; 0: none once it has ended
         ray: run on the Ray cluster at this address; without an address on one started on this machine
         executor: where runs are carried out: local, ray, or what a package registered
         data: where corpora are looked for by name; by default $QKLAB_DATA
@@ -31,6 +34,8 @@ class StudyCommand:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     at_once: int | None = None
     rows: int | None = None
+    population: str = "auto"
+    keep: int = 1
     ray: str | None = None
     executor: str | None = None
     data: Path | None = None
@@ -61,7 +66,7 @@ class StudyCommand:
             spec,
             Path(out) if remote is None else remote.local,
             data=self.data,
-            execution={"rows": self.rows},
+            execution={"rows": self.rows, "population": self.population, "keep": self.keep},
             remote=remote,
         )
         words = ["qklab", "study", str(self.file), "--out", out]

@@ -13,7 +13,7 @@ from qklab.runs import RunDirectory
 from qklab.study.execute import Study, StudyInterrupted
 from qklab.study.executors import Executor, RunTask, Unit, WorkerSlots
 from qklab.study.executors.local import LocalExecutor
-from qklab.study.executors.worker import POLL, perform_run
+from qklab.study.executors.worker import POLL, perform_runs
 from qklab.study.plan import PlannedRun
 from qklab.study.records import RunResult
 from qklab.study.spec import StudySpec
@@ -72,7 +72,7 @@ def carry_out(
 class InProcess:
     """An executor that does its units here and now; `act` does a task in the place of training."""
 
-    def __init__(self, act: Callable[[Unit, RunTask], object] = perform_run, count: int = 1):
+    def __init__(self, act: Callable[[Unit, RunTask], object] | None = None, count: int = 1):
         self.slots, self.act = WorkerSlots(count, 1), act
         self.units: list[Unit] = []
         self.waiting: list[Unit] = []
@@ -88,8 +88,8 @@ class InProcess:
     def wait(self, seconds: float) -> list[RunTask]:
         units, self.waiting = self.waiting, []
         for unit in units:
-            for task in unit.tasks:
-                self.act(unit, task)
+            for tasks in [unit.tasks] if unit.together else [(task,) for task in unit.tasks]:
+                perform_runs(unit, tasks) if self.act is None else self.act(unit, tasks[0])
         return [task for unit in units for task in unit.tasks]
 
     def stop(self) -> int:

@@ -77,11 +77,8 @@ def test_states_are_wider_than_the_networks(monkeypatch: pytest.MonkeyPatch, aut
         within_budget(actual, exact * (1 + 2**-8), exact)
 
 
-@pytest.mark.parametrize(
-    ("members", "backend"),
-    [(None, "aot_eager"), (3, "aot_eager"), pytest.param(None, "inductor", marks=pytest.mark.inductor)],
-)
-def test_compiles_as_one_graph(members: int | None, backend: str) -> None:
+@pytest.mark.parametrize("members", [None, 3])
+def test_compiles_as_one_graph(members: int | None) -> None:
     given = example() if members is None else draw_members("leapfrog", False, members)
     torch._dynamo.reset()
 
@@ -89,7 +86,7 @@ def test_compiles_as_one_graph(members: int | None, backend: str) -> None:
         changed: dict[str, Any] = given | {"q": q, "k": k}
         return couple(**changed)
 
-    compiled = torch.compile(stage, fullgraph=True, backend=backend)
+    compiled = torch.compile(stage, fullgraph=True, backend="aot_eager")
     for actual, expected in zip(compiled(given["q"], given["k"]), stage(given["q"], given["k"]), strict=True):
         close(actual, expected)
 

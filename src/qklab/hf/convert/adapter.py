@@ -20,7 +20,7 @@ from qklab.runs.files import write_json, write_tensors
 RECORD, WEIGHTS = "qklab_adapter.json", "qklab_adapter.safetensors"
 
 
-def describe_shape(model: PreTrainedModel) -> dict[str, Any]:
+def describe_adapted_shape(model: PreTrainedModel) -> dict[str, Any]:
     """What an adapter must fit."""
     family, config = find_family(model), text_config(model)
     layers = family.layers(model)
@@ -42,7 +42,7 @@ def save_adapter(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None
     path.mkdir(parents=True, exist_ok=True)
     base = len(find_base_prefix(model))
     write_tensors(path / WEIGHTS, {name[base:]: value.detach().cpu().contiguous() for name, value in inserted})
-    write_json(path / RECORD, {"conversion": conversion.to_record(), **describe_shape(model)}, sort_keys=True)
+    write_json(path / RECORD, {"conversion": conversion.to_record(), **describe_adapted_shape(model)}, sort_keys=True)
 
 
 def load_adapter(
@@ -94,7 +94,7 @@ def refuse_other_weights(wanted: Conversion, have: Conversion | None) -> None:
 
 
 def check_adapter_shape(model: PreTrainedModel, record: dict[str, Any]) -> None:
-    for name, value in describe_shape(model).items():
+    for name, value in describe_adapted_shape(model).items():
         if record.get(name) != value:
             raise ValueError(f"the adapter is for {name}={record.get(name)}, but this model has {name}={value}.")
 

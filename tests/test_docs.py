@@ -91,7 +91,7 @@ def test_charts_say_what_the_result_files_say(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("snippet", SNIPPETS)
 def test_snippets_run(snippet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A snippet that trains on Python's library gets one package of it."""
-    package = Path(sysconfig.get_path("stdlib"), "asyncio")
+    package = Path(sysconfig.get_path("stdlib"), "importlib")
     monkeypatch.setattr(sources, "sysconfig", SimpleNamespace(get_path=lambda name: str(package)))
     monkeypatch.chdir(tmp_path)
     exec(compile(snippet, "snippet", "exec"), {})

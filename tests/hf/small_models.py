@@ -1,5 +1,6 @@
 """Small models: qklab's with every kind of cache, and Transformers' of every family."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -39,7 +40,7 @@ def decoder(kind: str, seed: int = 0, **changes: Any) -> Decoder:
 WINDOW = 6
 TOKENS = 11  # more than the window
 VOCAB = 61
-SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {  # of most; None is left to the family
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 40,
@@ -66,19 +67,44 @@ LATENT = {
     "attention_bias": True,
     "q_lora_rank": 10,
 }
-# name → (Transformers' name of its classes, choices)
+EXPERTS = {"num_local_experts": 2, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SIX_OF_TEN = {"hidden_size": 60, "num_attention_heads": 6, "head_dim": None, "attention_bias": True}
+# name → (Transformers' name of its classes, choices); shapes and positions differ, so that none is taken for granted
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
+    "gemma": ("Gemma", {"num_key_value_heads": 2, "head_dim": 10}),
+    "granite": ("Granite", {**SIX_OF_TEN, "attention_multiplier": 0.3}),
+    "granitemoe": ("GraniteMoe", {**EXPERTS, "head_dim": None}),
     "mistral": ("Mistral", {"sliding_window": WINDOW}),
+    "mixtral": ("Mixtral", {**EXPERTS, "head_dim": 20, "rope_parameters": YARN}),
+    "ministral": ("Ministral", {"head_dim": 24, **MIXED}),
+    "starcoder2": ("Starcoder2", {"head_dim": None, "use_bias": True, "sliding_window": WINDOW}),
     "qwen2": ("Qwen2", {"head_dim": None, "use_sliding_window": True, **MIXED}),
+    "qwen2_moe": ("Qwen2Moe", {**EXPERTS, "head_dim": None, "shared_expert_intermediate_size": 16}),
     "qwen3": ("Qwen3", {}),
-    "gpt2": ("GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
-    "gpt_neox": ("GPTNeoX", {"num_key_value_heads": None, "head_dim": None, "rope_parameters": ROPE}),
+    "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 24}),
     "gemma2": ("Gemma2", {"query_pre_attn_scalar": 8, **MIXED}),
     "gemma3_text": ("Gemma3Text", {"query_pre_attn_scalar": 8, **MIXED}),
-    # not converted, but controlled
+    "phi": ("Phi", {"head_dim": None, "rope_parameters": ROPE}),
+    "phi3": ("Phi3", {"head_dim": None, "rope_parameters": ROPE, "sliding_window": WINDOW}),
+    "stablelm": ("StableLm", {"head_dim": None, "use_qkv_bias": True, "rope_parameters": ROPE}),
+    "smollm3": ("SmolLM3", {"head_dim": None, "no_rope_layers": [1, 0], "rope_parameters": LLAMA3}),
+    "olmo2": ("Olmo2", {"head_dim": None}),
+    "olmo3": ("Olmo3", {"head_dim": None, **MIXED}),
+    "cohere": ("Cohere", {"head_dim": None}),
+    "cohere2": ("Cohere2", {"head_dim": None, **MIXED}),
+    "gpt_oss": ("GptOss", {**EXPERTS, "head_dim": 40, **MIXED}),
+    "gpt2": ("GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
+    "gpt_neox": ("GPTNeoX", {"num_key_value_heads": None, "head_dim": None, "rope_parameters": ROPE}),
+    # choices of families that are another layout
+    "cohere, normed": ("Cohere", {"head_dim": None, "use_qk_norm": True}),
+    "stablelm, normed": ("StableLm", {"head_dim": None, "qk_layernorm": True, "rope_parameters": ROPE}),
+    "phi, normed": ("Phi", {"head_dim": None, "qk_layernorm": True, "rope_parameters": ROPE}),
     "llama, wide heads": ("Llama", {"head_dim": 10, "attention_bias": True}),
-    "gemma": ("Gemma", {"num_key_value_heads": 1, "head_dim": 10}),
+    # not converted, but controlled
+    "helium": ("Helium", {"num_key_value_heads": 1}),
     "deepseek_v3": ("DeepseekV3", LATENT),
     "deepseek_v3, no query latent": ("DeepseekV3", LATENT | {"q_lora_rank": None}),
 }
@@ -99,17 +125,40 @@ def tiny(family: str, **changes: Any) -> Any:
     config = getattr(transformers, f"{kind}Config")(**wanted, eos_token_id=None)
     for name, value in changes.items():
         setattr(config, name, value)
-    attention = "eager" if family == "gemma2" else "sdpa"
+    if hasattr(config, "num_experts_per_tok"):
+        config._experts_implementation = "eager"  # the only one in float64
+    attention = "eager" if family in ("gemma2", "gpt_oss") else "sdpa"
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias") or "norm" in name or ".ln_" in name:
+            if name.endswith(("bias", "sinks")) or "norm" in name or ".ln_" in name:
                 parameter.add_(0.3 * torch.randn_like(parameter))
     return model.eval()
 
 
 def token_ids(rows: int = 2, tokens: int = TOKENS, seed: int = 1) -> Tensor:
     return torch.randint(3, VOCAB, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def compute_logits(model: Any, tokens: Tensor | None = None, **kwargs: Any) -> Tensor:
+    return model(token_ids() if tokens is None else tokens, **kwargs).logits
+
+
+def step_by_step(model: Any, tokens: Tensor, cache: Any, first: int = 5) -> Tensor:
+    """Logits from a prefill, two more tokens at once, and single tokens, through one cache."""
+    cuts = [0, first, first + 2, first + 3, tokens.shape[1] - 1, tokens.shape[1]]
+    parts = [compute_logits(model, tokens[:, a:b], past_key_values=cache) for a, b in itertools.pairwise(cuts)]
+    return torch.cat(parts, 1)
+
+
+@torch.no_grad()
+def shake(model: torch.nn.Module, size: float = 0.2) -> None:
+    """Move the coupling away from the identity."""
+    torch.manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if ".couple." in name:
+            parameter.add_(size * torch.randn_like(parameter))
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -17,6 +17,7 @@ from qklab.hf.convert.solve import (
 
 pytestmark = pytest.mark.newest
 D = 8
+HALVES = torch.arange(D // 2), torch.arange(D // 2, D)
 
 
 def data(groups: int = 3, members: int = 1, tokens: int = 4000, bias: bool = False) -> Tensor:
@@ -51,7 +52,7 @@ def relative(got: Tensor, wanted: Tensor) -> float:
 def test_errors_are_those_of_the_data(bias: bool, members: int, shared: bool) -> None:
     y = data(members=members, bias=bias)
     moments = moments_of(y)
-    fit = merge_heads(moments, members, least_squares=True, rotated_keys=True)
+    fit = merge_heads(moments, members, least_squares=True, pairs=HALVES)
     if shared:
         fit = share_key_value(fit, moments, weight=0.5, centre=bias)
     keys, values = read(fit, y)
@@ -177,7 +178,7 @@ def turn(u: Tensor, angle: Tensor) -> Tensor:
 
 def test_merged_keys_commute_with_the_rotation() -> None:
     y = data(members=2)
-    fit = merge_heads(moments_of(y), 2, least_squares=True, rotated_keys=True)
+    fit = merge_heads(moments_of(y), 2, least_squares=True, pairs=HALVES)
     torch.manual_seed(0)
     angle = torch.randn(D // 2, dtype=torch.float64)
     k = torch.randn(5, D, dtype=torch.float64)
@@ -193,10 +194,10 @@ def test_heads_that_are_turned_copies_merge_without_loss() -> None:
     keys = [size[j] * turn(k, torch.randn(D // 2, dtype=torch.float64)) for j in range(3)]
     values = [v @ torch.randn(D, D, dtype=torch.float64) for _ in range(3)]
     moments = moments_of(torch.cat([*keys, *values], -1))
-    assert max(merge_heads(moments, 3, least_squares=True, rotated_keys=True).errors(moments)) < 1e-6
-    assert min(merge_heads(moments, 3, least_squares=False, rotated_keys=True).errors(moments)) > 0.2
-    kept = merge_heads(moments, 3, least_squares=True, rotated_keys=False).errors(moments)
-    assert kept[0] == pytest.approx(merge_heads(moments, 3, least_squares=False, rotated_keys=False).errors(moments)[0])
+    assert max(merge_heads(moments, 3, least_squares=True, pairs=HALVES).errors(moments)) < 1e-6
+    assert min(merge_heads(moments, 3, least_squares=False, pairs=HALVES).errors(moments)) > 0.2
+    kept = merge_heads(moments, 3, least_squares=True).errors(moments)
+    assert kept[0] == pytest.approx(merge_heads(moments, 3, least_squares=False).errors(moments)[0])
 
 
 def test_distance_of_nothing_is_nothing() -> None:

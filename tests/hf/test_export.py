@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import compute_logits, tiny, token_ids
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qklab.cli import main
 from qklab.data import DataSpec, Tokenizer, prepare_corpus
 from qklab.data.tokenizer import train_bpe
-from qklab.hf import QKLabForCausalLM, to_transformers
+from qklab.hf import QKLabForCausalLM, convert, to_transformers
 from qklab.hf.export import export_run, make_fast_tokenizer
 from qklab.runs import RunDirectory
 from qklab.train.launch import train
@@ -75,6 +76,30 @@ def test_every_golden_model_is_in_its_export_bit_for_bit(corpus: Path, tmp_path:
         assert torch.equal(drawn, plain.generate(ids, 5, temperature=0)), arm
 
 
+FRESH = """
+import sys, torch, transformers
+Auto = transformers.AutoModelForCausalLM
+class NotInstalled:
+    def find_spec(name, *_):
+        if name == "qklab":
+            raise ModuleNotFoundError("No module named 'qklab'", name=name)
+sys.meta_path.insert(0, NotInstalled)
+for folder in ({out!r}, {converted!r}):
+    try:
+        Auto.from_pretrained(folder, trust_remote_code=True)
+    except ImportError as error:
+        assert "pip install qklab" in str(error), error
+    else:
+        raise AssertionError("loaded without qklab")
+sys.meta_path.remove(NotInstalled)
+model = Auto.from_pretrained({out!r}, trust_remote_code=True)
+tokenizer = transformers.AutoTokenizer.from_pretrained({out!r})
+ids = tokenizer("Licence", return_tensors="pt")
+print(ids.input_ids.tolist(), model(**ids).logits.double().sum().item(), model.generation_config.eos_token_id)
+print(Auto.from_pretrained({converted!r}, trust_remote_code=True)(torch.tensor({ids})).logits.double().sum().item())
+"""
+
+
 def no_space(*_: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -99,16 +124,16 @@ def test_a_fresh_process_loads_the_folder_and_its_card_says_where_it_comes_from(
     told += [f"{best['step'] * 8 * 48:,}", f"{best['validation_loss']:.4f}", "2×32 swiglu · (Q,K,V)", "it, SHA-256"]
     assert not [fact for fact in told if fact not in card]
     assert str(corpus) not in card
-    code = f"""
-import sys, qklab
-assert "transformers" not in sys.modules
-import transformers, qklab.hf
-model = transformers.AutoModelForCausalLM.from_pretrained({str(out)!r})
-tokenizer = transformers.AutoTokenizer.from_pretrained({str(out)!r})
-ids = tokenizer("Licence", return_tensors="pt")
-print(ids.input_ids.tolist(), model(**ids).logits.double().sum().item(), model.generation_config.eos_token_id)
-"""
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    converted = tiny("llama")
+    convert(converted, coupling="leapfrog", share="k=v")
+    converted.save_pretrained(tmp_path / "converted")
+    code = FRESH.format(out=str(out), converted=str(tmp_path / "converted"), ids=token_ids().tolist())
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"HF_HOME": str(tmp_path / "hf")}
+    )
+    assert process.returncode == 0, process.stderr
+    said, sums = process.stdout.splitlines()
+    assert float(sums) == pytest.approx(compute_logits(converted).double().sum().item(), rel=1e-5)
     plain, tokenizer = load_model(run, "best")
     ids = [tokenizer.eot, *tokenizer.encode(["Licence"])[0].tolist()]
     total = plain(torch.tensor([ids])).double().sum().item()
@@ -128,7 +153,7 @@ print(ids.input_ids.tolist(), model(**ids).logits.double().sum().item(), model.g
     which: Any = "last"
     with pytest.raises(ValueError, match="'newest' or 'best', but 'last' came"):
         export_run(run, tmp_path / "other", which)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["deep", "run"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["converted", "deep", "hf", "run"]
 
 
 def test_a_missing_or_old_transformers_is_one_sentence(

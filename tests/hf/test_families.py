@@ -19,7 +19,7 @@ from qklab.hf.families import convertible_families
 from qklab.hf.watch import measure_largest
 from qklab.optim import LogitControl, QKClip, Rows, attention_roles
 
-NORMED = ("qwen3", "gemma3_text")
+NORMED = ("qwen3", "qwen3_moe", "gemma3_text", "olmo2", "olmo3", "cohere, normed", "stablelm, normed", "phi, normed")
 MLA = ("deepseek_v3", "deepseek_v3, no query latent")
 FUSED = ("gpt2", "gpt_neox")
 
@@ -38,7 +38,7 @@ class Model:
 
 SHARED = {"share": "k=v"}
 MODELS = {family: Model(family, {}, {}) for family in FAMILIES if family not in NORMED}
-MODELS |= {f"{name}, k=v": Model(name, {}, SHARED) for name in convertible_families() if name not in NORMED}
+MODELS |= {f"{name}, k=v": Model(name, {}, SHARED) for name in ("llama", "mistral", "gemma2", "phi3", *FUSED)}
 MODELS |= {f"{family}, leapfrog": Model(family, {}, {"coupling": "leapfrog"}) for family in ("llama", *FUSED)}
 MODELS |= {
     f"{family}, {heads}{', k=v' if conversion else ''}": Model(family, ODD_HEADS[heads], conversion)
@@ -315,7 +315,8 @@ TEXTS: dict[str, dict[str, Any]] = {
 
 def find_visible(family: str, layer: int, text: str) -> Tensor:
     """[B, T, S], from the definition."""
-    windows = {"mistral": (True, True), "gemma2": (True, False), "qwen2": (True, False)}.get(family, (False, False))
+    choices = FAMILIES[family][1]
+    windows = ("sliding_window" in choices, "sliding_window" in choices and "layer_types" not in choices)
     real = TEXTS[text].get("attention_mask", torch.ones(2, TOKENS))
     starts = (TEXTS[text].get("position_ids", torch.ones(2, TOKENS)) == 0).cumsum(1)
     visible = torch.zeros(2, TOKENS, TOKENS, dtype=torch.bool)

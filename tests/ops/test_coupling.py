@@ -77,11 +77,8 @@ def test_states_are_wider_than_the_networks(monkeypatch: pytest.MonkeyPatch, aut
         within_budget(actual, exact * (1 + 2**-8), exact)
 
 
-@pytest.mark.parametrize(
-    ("members", "backend"),
-    [(None, "aot_eager"), (3, "aot_eager"), pytest.param(None, "inductor", marks=pytest.mark.inductor)],
-)
-def test_compiles_as_one_graph(members: int | None, backend: str) -> None:
+@pytest.mark.parametrize("members", [None, 3])
+def test_compiles_as_one_graph(members: int | None) -> None:
     given = example() if members is None else draw_members("leapfrog", False, members)
     torch._dynamo.reset()
 
@@ -89,7 +86,7 @@ def test_compiles_as_one_graph(members: int | None, backend: str) -> None:
         changed: dict[str, Any] = given | {"q": q, "k": k}
         return couple(**changed)
 
-    compiled = torch.compile(stage, fullgraph=True, backend=backend)
+    compiled = torch.compile(stage, fullgraph=True, backend="aot_eager")
     for actual, expected in zip(compiled(given["q"], given["k"]), stage(given["q"], given["k"]), strict=True):
         close(actual, expected)
 
@@ -144,7 +141,8 @@ def test_members_are_calls_of_their_own(kind: str, per_head: bool, S: int) -> No
     alone, found = [couple(**take_member(given, s)) for s in range(S)], []
     for q, k in (couple(**given), map(torch.cat, zip(*alone, strict=True))):
         first = torch.autograd.grad((q**3).sum() + (k**2).sum(), leaves, create_graph=True)
-        found.append([q, k, *first, *torch.autograd.grad(sum((x**2).sum() for x in first), leaves)])
+        curved = torch.stack([(x**2).sum() for x in first]).sum()
+        found.append([q, k, *first, *torch.autograd.grad(curved, leaves)])
     for actual, expected in zip(*found, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 

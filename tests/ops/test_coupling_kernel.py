@@ -208,6 +208,17 @@ def example(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Any]:
     return given
 
 
+def operator_arguments(case: Case) -> tuple[Any, ...]:
+    """What `couple` hands to the operator."""
+    given = example(case, torch.float32)
+    norm = given.get("norm")
+    weights = api.name_weights(given["networks"], given.get("step"), norm)
+    return (
+        given["q"], given["k"], list(given.get("angles", ())), list(weights.values()), ",".join(weights), case.kind,
+        case.steps, 2.0, None if norm is None else norm.eps, case.turned > 0, torch.float32, case.members,
+    )  # fmt: skip
+
+
 def leaves(given: dict[str, Any]) -> list[Tensor]:
     """What has a gradient: q, k, the step, every weight, the gains."""
     weights = [tensor for network in given["networks"] for tensor in network]
@@ -328,14 +339,16 @@ def test_nothing_comes_of_nothing() -> None:
     ],
 )
 def test_opcheck(case: Case) -> None:
-    given = example(case, torch.float32)
-    norm = given.get("norm")
-    weights = api.name_weights(given["networks"], given.get("step"), norm)
-    arguments = (
-        given["q"], given["k"], list(given.get("angles", ())), list(weights.values()), ",".join(weights), case.kind,
-        case.steps, 2.0, None if norm is None else norm.eps, case.turned > 0, torch.float32, case.members,
-    )  # fmt: skip
-    torch.library.opcheck(api._couple, arguments)
+    torch.library.opcheck(api._couple, operator_arguments(case))
+
+
+@on_kernel
+def test_members_share_the_workspace() -> None:
+    from qklab.ops.coupling import launch
+
+    call = launch.Call(*operator_arguments(Case("leapfrog", T=48, G=1, members=3)))
+    how = launch.choose_launch("backward", "leapfrog", call.DP, call.HP, call.plain)
+    assert launch.Workspace(call, how, call.plan_workspace()).tiles.nbytes <= launch.WORKSPACE
 
 
 @on_kernel

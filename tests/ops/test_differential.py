@@ -49,7 +49,8 @@ def test_v1_is_its_definition(H: int, G: int, form: Form) -> None:
 def test_members_have_weights_of_their_own() -> None:
     q, k, v = (torch.cat([x, 2 * x]).detach().requires_grad_() for x in example(5, 4, 2))
     weight = torch.tensor([0.3, -0.7], dtype=torch.float64, requires_grad=True)
-    alone = [differential(*(x[2 * i : 2 * i + 2] for x in (q, k, v)), weight[i], causal) for i in range(2)]
+    parts = zip(q.split(2), k.split(2), v.split(2), weight, strict=True)
+    alone = [differential(*own, causal) for own in parts]
     together = differential(q, k, v, weight, causal)
     for mine, true in zip(*(with_gradients(o, [q, k, v, weight]) for o in (together, torch.cat(alone))), strict=True):
         close(mine, true)

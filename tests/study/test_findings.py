@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from qklab.study.answer import write_answer
 from qklab.study.findings import derive_findings, describe_cost_change, join_names
 from qklab.study.metrics import find_metric
 from qklab.study.plan import PlannedRun
-from qklab.study.records import Analyses, RunResult, read_analyses
+from qklab.study.records import Analyses, RunResult, StudyRecord, read_analyses, read_study_record
 from qklab.study.spec import StudyError, StudySpec
 
 LRS = (1e-3, 3e-3)
@@ -89,7 +90,9 @@ def test_what_would_settle_it_and_the_command() -> None:
     for arm, more in wanted.items():
         seconds = more * 3 * 12.0 / 2  # seeds × arms × seconds of a process, two at a time
         minutes = f"{round(seconds) // 60} min {round(seconds) % 60} s" if seconds >= 60 else f"{seconds:.0f} s"
-        assert f"{arm}: {more} more seeds, about {minutes}" in found.settling
+        plan = found.verdicts[arm].plan
+        assert plan is not None
+        assert f"{arm}: {more} more seeds (from {plan.few} to {plan.many}), about {minutes}" in found.settling
 
 
 def test_no_more_time_than_one_run_where_there_is_room_for_all() -> None:
@@ -202,6 +205,39 @@ def test_each_analysis_gets_its_part_of_alpha_and_too_many_are_told() -> None:
     assert "judged 3 times, at 2, 3 and 4 seeds, and was planned for 2 (analyses)" in notes[0]
     assert "up to 7.5 % instead of 5 %" in notes[0]
     assert derive_findings(study(analyses=3), results, "stdlib", taken).notes == [READ]
+
+
+@pytest.mark.parametrize(("planned", "told"), [(1, "once, .* analysis 2: .* 10 % instead of 5 %"), (2, None)])
+def test_advice_says_what_another_look_does_to_the_error_rate(planned: int, told: str | None) -> None:
+    results = whole({"standard": 0.0, "k=v": 0.02, "norm": 0.0001}, noise=0.02)
+    taken = Analyses(command="qklab study --seeds {total}").add(4, 1, "")
+    found = derive_findings(study(analyses=planned), results, "stdlib", taken)
+    assert found.command
+    assert bool(re.search(told, found.settling)) if told else "instead of" not in found.settling
+
+
+def test_one_outlying_seed_is_pointed_out() -> None:
+    results = whole({"standard": 0.0, "k=v": 0.02, "norm": -0.03})
+    assert not any("lies far" in note for note in derive_findings(study(), results, "stdlib").notes)
+    far = [r for r in results if (r.planned.arm, r.planned.seed, r.planned.lr) == ("k=v", 2, 3e-3)]
+    far[0].summary["evaluation"]["test"] = {"loss": 2.7, "bits_per_byte": 1.0}
+    (note,) = [note for note in derive_findings(study(), results, "stdlib").notes if "lies far" in note]
+    assert re.match(r"Seed 2 of k=v lies far from the others \(\+0\.5\) and makes the interval \d+ times as wide", note)
+
+
+def test_analyses_are_not_forgotten_with_their_file(tmp_path: Path) -> None:
+    StudyRecord(study(analyses=1), []).write(tmp_path)
+    for seeds in (2, 4):
+        read_analyses(tmp_path).add(seeds, 2, "again {total}").write(tmp_path)
+    (tmp_path / "analyses.json").unlink()
+    found = read_analyses(tmp_path)
+    assert found.seeds == [2, 4]
+    results = whole({"standard": 0.0, "k=v": 0.05, "norm": -0.03})
+    notes = derive_findings(study(), results, "stdlib", found).notes
+    assert any("analyses.json was lost" in note for note in notes)
+    assert any("judged 2 times" in note for note in notes)
+    found.add(5, 2, "").write(tmp_path)
+    assert read_study_record(tmp_path).judged == [2, 4, 5]
 
 
 @pytest.mark.parametrize(("unigram", "barely"), [(2.3, True), (4.0, False)])

@@ -20,6 +20,7 @@ from qklab.study.stats.paired import (
     adjust_holm,
     bootstrap_interval,
     compare_paired,
+    find_outlier,
     separate_diverged,
 )
 from qklab.study.stats.power import chance_of_settling, plan_more_seeds
@@ -457,3 +458,25 @@ def test_more_noise_and_stricter_tests_ask_for_more_seeds() -> None:
     assert capped.chance is not None
     assert capped.sentence.startswith("Even 3 more seeds would settle it with a chance of only")
     assert judge_arms({"a": [2 * x for x in d]}, [0.0] * 4, 0.01, cap=3)["a"].plan == capped
+
+
+def test_the_sign_flip_test_counts_all_flips_and_assumes_nothing_else() -> None:
+    assert compare_paired([1.0, 2.0, 3.0], [0.0] * 3).sign_flip_p == 2 / 8
+    assert compare_paired([3.0, -1.0, 2.0, 4.0], [0.0] * 4).sign_flip_p == 4 / 16  # two of sixteen, and their mirrors
+    chance = np.random.default_rng(0)
+    shares = [compare_paired(chance.standard_cauchy(6), np.zeros(6)).sign_flip_p for _ in range(600)]
+    assert np.mean([p is not None and p <= 0.1 for p in shares]) < 0.1 + 3 * math.sqrt(0.09 / 600)
+    many = compare_paired(chance.normal(1, 1, 40), np.zeros(40))
+    assert many.sign_flip_p is not None
+    assert 0 < many.sign_flip_p < 0.001
+
+
+def test_outliers_are_seldom_seen_where_there_are_none() -> None:
+    chance = np.random.default_rng(1)
+    found = [find_outlier(dict(enumerate(chance.normal(size=5)))) for _ in range(2000)]
+    assert sum(each is not None for each in found) < 0.01 * 2000 + 3 * math.sqrt(0.01 * 2000)
+    seen = find_outlier({0: 0.01, 1: 0.02, 7: 5.0, 3: 0.0, 4: 0.015})
+    assert seen is not None
+    assert seen[0] == 7
+    assert seen[1] > 100
+    assert find_outlier({0: 1.0, 1: 1.0, 2: 9.0}) is None

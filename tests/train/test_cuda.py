@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from tiny import Settings, losses, train_in_two
-from torch._inductor.compile_fx import compile_fx
 
 from qklab.model import Decoder, recipe
 from qklab.runs import RunDirectory
@@ -36,6 +35,8 @@ def test_packed_rows_compiled_for_a_gpu_are_those_of_the_dense_mask(arm: str) ->
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(320, (3, 256), generator=generator).cuda()
     segments = (torch.rand(3, 256, generator=generator) < 0.02).cumsum(1).cuda()
+    from torch._inductor.compile_fx import compile_fx  # not where tests are only collected: it takes seconds
+
     graphs: list[str] = []
 
     def kept(graph: Any, inputs: Any) -> Any:

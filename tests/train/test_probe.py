@@ -145,7 +145,7 @@ def test_a_diverged_model_is_recorded() -> None:
     assert None not in record["query_norm"][0]
 
 
-@every_model
+@pytest.mark.parametrize("name", ["(Q,K=V) leapfrog gqa", "MLA"])
 def test_a_compiled_step_stays_compiled(name: str) -> None:
     """Measuring between steps adds no graph and no graph break, and does not change what is trained."""
     alone = model(name)

@@ -225,9 +225,11 @@ def test_compiled_training_follows_the_eager_one(
     settings: Settings, tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without inductor, which has its own tests and takes ten times as long."""
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    compiled, plain = [], functools.partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", lambda *given, **options: compiled.append(given) or plain(*given, **options))
     train_until(None, *settings(execution={"compile": "yes"}), tmp_path / "compiled")
     assert losses(tmp_path / "compiled") == pytest.approx(losses(tiny_run), abs=2e-4)
+    assert compiled
 
 
 def test_a_trained_model_comes_back_and_generates(tiny_run: Path, tmp_path: Path) -> None:

@@ -151,10 +151,8 @@ class Files(Source):
         others = [relative for _, relative, path in self.files[number + 1 :] if self.find_fault(path) is not None]
         if not others:
             return DataError(first)
-        many = (
-            f"{len(others) + 1} of {len(self.files):,} files cannot be read; the others are {enumerate_names(others)}"
-        )
-        return DataError(f"{first.removesuffix('.')}; {many}.")
+        many = f"{len(others) + 1} of {len(self.files):,} files cannot be read"
+        return DataError(f"{first.removesuffix('.')}; {many}; the others are {enumerate_names(others)}.")
 
 
 @register.source("stdlib")

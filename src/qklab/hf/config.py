@@ -1,5 +1,6 @@
 """QKLabConfig: a decoder's spec as Transformers keeps it, in config.json."""
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -7,6 +8,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from qklab.attention.project import PROJECTIONS
 from qklab.attention.spec import AttentionSpec
+from qklab.hf.remote import name_loader, write_loader
 from qklab.model.spec import DecoderSpec
 from qklab.schema import format_value, suggest_name
 
@@ -96,6 +98,17 @@ class QKLabConfig(PreTrainedConfig):
         """
         found = [name for spec in self.decoder_spec.pattern for name in name_projections(spec)]
         return [*dict.fromkeys(found), "output"]
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Nothing: Transformers would copy this class's source beside every config.json."""
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        return super().to_diff_dict() | name_loader(QKLabConfig)
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
+        write_loader(save_directory, QKLabConfig)
+        super().save_pretrained(save_directory, push_to_hub, **kwargs)
 
     def set_spec(self, spec: DecoderSpec) -> None:
         """Take this spec, and everything that follows from it."""

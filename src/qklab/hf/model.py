@@ -61,6 +61,13 @@ class QKLabPreTrainedModel(PreTrainedModel):
             )
         return requested_attention or "sdpa"
 
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: what `generate_batch` begins with."""
+        raise ValueError(
+            "a qklab model does not run under generate_batch: its pages hold the keys and values of Transformers' own "
+            "attention, and this model keeps what its spec needs; use generate."
+        )
+
     def _init_weights(self, module: nn.Module) -> None:
         initialise(module, int(torch.randint(2**62, (), device="cpu")))
 

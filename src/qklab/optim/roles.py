@@ -76,6 +76,11 @@ class Rows:
         weight = linear if isinstance(linear, Tensor) else getattr(linear, "weight", None)
         if not isinstance(weight, Tensor) or weight.dim() != 2:
             raise ValueError(f"a linear layer or a matrix is needed to find rows in, but {format_value(linear)} came.")
+        if getattr(linear, "base_layer", None) is not None:
+            raise ValueError(
+                f"an adapter lies on queries or keys ({type(linear).__name__} of PEFT), and low-rank updates are not "
+                "controlled; merge it first, or put adapters on values and outputs alone."
+            )
         bias = None if isinstance(linear, Tensor) else getattr(linear, "bias", None)
         return cls(weight, rows, bias, output_axis(linear), gain)
 

@@ -12,7 +12,7 @@ from qklab.data.prepare import refuse_unusable
 from qklab.data.spec import DataSpec
 from qklab.schema import suggest_name
 from qklab.study.executors import WorkerSlots
-from qklab.study.plan import count_runs, plan_tuning_runs
+from qklab.study.plan import count_runs, plan_tuning_runs, write_rounded
 from qklab.study.records import StudyRecord, read_analyses, read_result
 from qklab.study.sizes import SIZES, count_members, find_size, measure_arm_speed, share_gpus
 from qklab.study.spec import StudyError, StudySpec
@@ -26,6 +26,7 @@ SPLITS = {"valid": 0.02, "test": 0.03}
 START = {"cpu": 2.0, "cuda": 20.0}  # seconds that a run takes beside its steps and evaluations
 COMPILING = 60.0  # seconds that all populations take beside that, since only the first one's compiling is waited for
 EVALUATIONS, EVALUATED = 8, 8192  # how often while training, on how many tokens at most
+PROBES = 6  # enough for a curve of how logits grow
 LEAST_READ = 16_384  # tokens that tell losses apart by about 0.03
 LEAST_BYTES, BYTES_PER_TOKEN = 8_000_000, 8  # more than a token has, and so enough
 LEAST_STEPS = 20
@@ -89,11 +90,11 @@ class ComparisonPlan:
 
     def describe(self) -> str:
         study, seconds = self.study, self.run_seconds * math.ceil(count_runs(self.study) / self.slots.count)
+        millions, rate = write_rounded(self.parameters / 1e6, 3), write_rounded(self.tokens_per_parameter)
         return (
             f"{len(study.arms)} arms × {len(study.lrs)} learning rates, then {study.seeds} seeds: {count_runs(study)} "
-            f"runs of {self.size} ({self.parameters / 1e6:.3g} M parameters) on {self.tokens:,} tokens each, "
-            f"{self.tokens_per_parameter:.2g} a parameter, {self.slots.count} at a time; about "
-            f"{format_duration(seconds)}, evaluation included."
+            f"runs of {self.size} ({millions} M parameters) on {self.tokens:,} tokens each, {rate} a parameter, "
+            f"{self.slots.count} at a time; about {format_duration(seconds)}, evaluation included."
         )
 
 
@@ -149,9 +150,10 @@ def plan_comparison(
     assert chosen is not None
     say(chosen.describe())
     if chosen.tokens_per_parameter < TOKENS_PER_PARAMETER:
+        rate = write_rounded(chosen.tokens_per_parameter)
         say(
-            f"{chosen.tokens_per_parameter:.2g} tokens a parameter are fewer than the {TOKENS_PER_PARAMETER:g} that "
-            "show most of what a model of this size can learn; more --minutes give it more."
+            f"{rate} tokens a parameter are fewer than the {TOKENS_PER_PARAMETER:g} that show most of what a model of "
+            "this size can learn; more --minutes give it more."
         )
     return chosen
 
@@ -208,6 +210,7 @@ def make_study(size: str, request: ComparisonRequest, tokens: int, tunes_all: bo
     seeds = request.fill_defaults().seeds
     settings = SIZES[size].settings
     evaluation = {
+        "probes": PROBES,
         "times": EVALUATIONS,
         "tokens": choose_evaluated(tokens),
         "final_tokens": choose_final_tokens(request, tokens),

@@ -109,7 +109,8 @@ class Study:
         return any(any(self.folder.glob(pattern)) for pattern in ("runs/*/*/*/run.json", "*/run.json"))
 
     def write_record(self, data: list[dict[str, Any]]) -> None:
-        StudyRecord(self.spec, data, self.asked).write(self.folder)
+        judged = read_study_record(self.folder).judged if self.holds_runs() else []
+        StudyRecord(self.spec, data, self.asked, judged).write(self.folder)
         if self.remote is not None:
             self.remote.send_study()
 

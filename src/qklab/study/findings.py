@@ -8,10 +8,11 @@ from typing import Any
 
 from qklab.study.learned import describe_learning_state, describe_pace, has_barely_learned
 from qklab.study.metrics import find_metric
-from qklab.study.plan import plan_confirming_runs, plan_tuning_runs, write_number
-from qklab.study.records import Analyses, RunResult, choose_learning_rates, collect_values, sum_up_ledger
+from qklab.study.plan import plan_confirming_runs, plan_tuning_runs, write_number, write_rounded
+from qklab.study.records import LOST, Analyses, RunResult, choose_learning_rates, collect_values, sum_up_ledger
 from qklab.study.spec import StudySpec
 from qklab.study.stats.interim import false_alarm_bound
+from qklab.study.stats.paired import find_outlier
 from qklab.study.verdict import Verdict, judge_arms
 from qklab.train.progress import format_duration
 
@@ -109,8 +110,11 @@ def add_verdicts(
     findings.notes += describe_learning_state(base, study.baseline)
     if pace := describe_pace(results, analyses.run_seconds):
         findings.notes.append(pace)
+    point_out_outliers(findings, study.baseline)
     propose_seeds(study, results, findings, analyses)
     taken = len(analyses.taken)
+    if any(analysis.at == LOST for analysis in analyses.taken):
+        findings.notes.append("analyses.json was lost; how often the study was judged is known from study.json.")
     if taken > study.analyses:
         bound, seeds = false_alarm_bound(study.alpha, study.analyses, taken), [str(n) for n in analyses.seeds]
         findings.notes.append(
@@ -150,23 +154,55 @@ def propose_seeds(study: StudySpec, results: Sequence[RunResult], findings: Find
     """Say what would settle the open cases, how long it would take, and with which command."""
     wanted: dict[int, list[str]] = {}
     never: list[str] = []
+    rough: dict[int, str] = {}
     for arm, verdict in findings.verdicts.items():
-        more = 2 if verdict.verdict == "one seed" else verdict.plan.more if verdict.plan is not None else 0
+        plan = verdict.plan
+        more = 2 if verdict.verdict == "one seed" else plan.more if plan is not None else 0
         if more is None:
             never.append(arm)
         elif more:
             wanted.setdefault(more, []).append(arm)
+        if more and plan is not None:
+            rough[more] = f" (from {plan.few} to {plan.many or f'more than {plan.cap}'})"
     parts: list[str] = []
     for more in sorted(wanted):
         seeds = "1 more seed" if more == 1 else f"{more} more seeds"
         time = format_duration(estimate_seconds(study, results, more, analyses))
-        parts.append(f"{join_names(wanted[more])}: {seeds}, about {time}")
+        parts.append(f"{join_names(wanted[more])}: {seeds}{rough.get(more, '')}, about {time}")
     sentences = [f"What would settle it: {'; '.join(parts)}."] if parts else []
     if never:
         sentences.append(f"Not even 100 more seeds would settle {join_names(never)}.")
+    looks = len({*analyses.seeds, study.seeds}) + 1
+    if wanted and looks > study.analyses:
+        bound = false_alarm_bound(study.alpha, study.analyses, looks)
+        sentences.append(
+            f"The study was planned to be judged {name_times(study.analyses)}, and that would be analysis {looks}: the "
+            f"chance of a false alarm is then up to {100 * bound:.3g} % instead of {100 * study.alpha:.3g} %."
+        )
     findings.settling = " ".join(sentences)
     if wanted and analyses.command:
         findings.command = analyses.write_command(study.seeds + min(wanted))
+
+
+def name_times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def point_out_outliers(findings: Findings, baseline: str) -> None:
+    """Name seeds that alone make an interval wide: there is something to look at before more seeds are bought."""
+    for arm, verdict in findings.verdicts.items():
+        differences = {
+            seed: own - findings.values[baseline][seed]
+            for seed, own in findings.values[arm].items()
+            if math.isfinite(own) and math.isfinite(findings.values[baseline][seed])
+        }
+        found = find_outlier(differences) if verdict.paired is not None else None
+        if found is not None:
+            seed, wider = found
+            findings.notes.append(
+                f"Seed {seed} of {arm} lies far from the others ({differences[seed]:+.3g}) and makes the interval "
+                f"{write_rounded(wider)} times as wide: look at that run and the baseline's before adding seeds."
+            )
 
 
 def estimate_seconds(study: StudySpec, results: Sequence[RunResult], more: int, analyses: Analyses) -> float:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from qklab.study.plan import write_rounded
 from qklab.study.records import RunResult
 from qklab.train.progress import format_duration
 
@@ -34,15 +35,17 @@ def describe_reading(summary: dict[str, Any]) -> list[str]:
     tokens, parameters, corpus = summary.get("tokens"), summary.get("parameters"), summary.get("corpus")
     if not tokens or not parameters:
         return []
-    rate = f"{tokens / parameters:.2g} a parameter"
-    sentence = f"Each run trained {parameters / 1e6:.3g} M parameters on {tokens:,} tokens, {rate}"
+    rate = f"{write_rounded(tokens / parameters)} a parameter"
+    sentence = f"Each run trained {write_rounded(parameters / 1e6, 3)} M parameters on {tokens:,} tokens, {rate}"
     if corpus is None or not corpus["train_tokens"]:
         return [f"{sentence}."]
     used = min(1.0, tokens / corpus["train_tokens"]) * corpus["train_bytes"]
     of = corpus["text_bytes"] or corpus["train_bytes"]
     epochs = tokens / corpus["train_tokens"]
-    often = f", each {epochs:.2g} times" if epochs > 1 else ""
-    return [f"{sentence}: {used / 1e6:.3g} of the corpus's {of / 1e6:.3g} MB of text{often}."]
+    often = f", each {write_rounded(epochs)} times" if epochs > 1 else ""
+    return [
+        f"{sentence}: {write_rounded(used / 1e6, 3)} of the corpus's {write_rounded(of / 1e6, 3)} MB of text{often}."
+    ]
 
 
 def describe_loss(results: Sequence[RunResult], arm: str) -> list[str]:
@@ -77,6 +80,6 @@ def describe_pace(results: Sequence[RunResult], planned: float | None) -> str | 
         return None
     mean = sum(taken) / len(taken)
     return (
-        f"Runs took {mean / planned:.2g} times as long as planned ({format_duration(mean)} instead of "
+        f"Runs took {write_rounded(mean / planned)} times as long as planned ({format_duration(mean)} instead of "
         f"{format_duration(planned)}): the machine was busier than when its speed was measured."
     )

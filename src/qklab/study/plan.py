@@ -45,6 +45,11 @@ def write_number(number: float) -> str:
     return short if float(short) == number else repr(number)
 
 
+def write_rounded(number: float, digits: int = 2) -> str:
+    """The number in so many digits, or all before the point: 0.14, 2.6, 1,230."""
+    return f"{number:.{digits}g}" if abs(number) < 10**digits else f"{number:,.0f}"
+
+
 def encode_file_name(name: str) -> str:
     """A name as one component of a path, different names different."""
     plain = quote(name, safe="=+")

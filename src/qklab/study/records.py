@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from qklab.study.spec import StudyError, StudySpec
 
 FORMAT = 2
 STUDY, ANALYSES = "study.json", "analyses.json"
+LOST = "at a time that is lost with analyses.json"
 
 
 # Runs
@@ -139,15 +140,17 @@ def sum_up_ledger(results: Sequence[RunResult], corpus: str, arm: str, lrs: Sequ
 @dataclass(frozen=True)
 class StudyRecord:
     """What was fixed before anything ran; `data` has of every corpus its `spec` and the `hash` of its content, `asked`
-    what the command asked for that planned the study, where one did."""
+    what the command asked for that planned the study, where one did; `judged` at how many seeds it was judged, so that
+    these analyses count even where analyses.json is lost."""
 
     spec: StudySpec
     data: list[dict[str, Any]]
     asked: dict[str, Any] = field(default_factory=dict)
+    judged: list[int] = field(default_factory=list)
 
     def write(self, folder: Path) -> None:
-        asked = {"asked": self.asked} if self.asked else {}
-        values = {"fingerprint": self.spec.fingerprint, "spec": self.spec.to_dict(), "data": self.data} | asked
+        values = {"fingerprint": self.spec.fingerprint, "spec": self.spec.to_dict(), "data": self.data}
+        values |= {name: value for name, value in (("asked", self.asked), ("judged", self.judged)) if value}
         with explain_file_errors():
             write_json(folder / STUDY, {"format": FORMAT} | values)
 
@@ -164,7 +167,8 @@ def read_study_record(folder: Path) -> StudyRecord:
         if record["format"] != FORMAT:
             raise ValueError(f"it is of format {record['format']}, this version of qklab reads {FORMAT}")
         spec = StudySpec.from_dict(record["spec"])
-        return StudyRecord(spec, list(record.get("data", ())), dict(record.get("asked", {})))
+        judged = [int(seeds) for seeds in record.get("judged", ())]
+        return StudyRecord(spec, list(record.get("data", ())), dict(record.get("asked", {})), judged)
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = f"it has no {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
         raise StudyError(f"{path} cannot be read as a study: {why}; restore it from a copy.") from None
@@ -235,13 +239,17 @@ class Analyses:
 
     def write(self, folder: Path) -> None:
         write_json(folder / ANALYSES, asdict(self))
+        if (folder / STUDY).exists():
+            replace(read_study_record(folder), judged=self.seeds).write(folder)
 
 
 def read_analyses(folder: Path) -> Analyses:
-    """The analyses of the study in a folder; none if there is no record."""
+    """The analyses of the study in a folder; of a record that is lost what study.json knows, and none if there was
+    none."""
     path = folder / ANALYSES
     if not path.exists():
-        return Analyses()
+        judged = read_study_record(folder).judged if (folder / STUDY).exists() else []
+        return Analyses(tuple(Analysis(seeds, LOST) for seeds in judged))
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         taken = tuple(Analysis(**each) for each in record["taken"])

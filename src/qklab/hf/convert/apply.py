@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -15,17 +16,23 @@ from qklab.hf.convert.calibrate import LayerWalk, Text, evaluation_mode, measure
 from qklab.hf.convert.check import check_options, read_coupling, read_merge, refuse_converted, refuse_unfit_model
 from qklab.hf.convert.layers import convert_layers, copy_projections, find_decoder_layer, set_kv_heads
 from qklab.hf.convert.record import Conversion, ConversionReport, find_conversion
-from qklab.hf.families import find_family
+from qklab.hf.convert.store import mark_converted, plain_config_class
+from qklab.hf.families import find_family, text_config
+from qklab.hf.layout import ConvertibleFamily
+
+# What PEFT would write down as the model that its adapters belong to: in memory there is none yet that could be loaded.
+UNSAVED = "a model converted by qklab in memory: save it, load it by load_converted and wrap that"
 
 
 @dataclass
 class Unconverted:
-    """What `revert` needs: the replaced projections by layer, the key/value heads, the parameters that were frozen, and
-    the record of an earlier conversion that left the model a plain one of its family."""
+    """What `revert` needs: the replaced projections by layer, the key/value heads, the parameters that were frozen,
+    where the model came from, and the record of an earlier conversion that left it a plain one of its family."""
 
     projections: dict[str, dict[str, nn.Module]] = field(default_factory=dict)
     kv_heads: int | None = None
     frozen: list[str] = field(default_factory=list)
+    name_or_path: str = ""
     record: dict[str, Any] | None = None
     earlier: Unconverted | None = None
 
@@ -62,11 +69,10 @@ def convert(
         trainable: "coupling" freezes everything but the coupling, "inserted" everything but coupling and norm.
         seed: Of the coupling's forces.
     """
-    family = find_family(model)
+    family, config = find_family(model), text_config(model)
     refuse_converted(model, family)
     conversion = Conversion(
-        family=model.config.model_type,
-        model=type(model).__name__,
+        family=config.model_type,
         coupling=read_coupling(coupling),
         share=share,
         norm=norm,
@@ -76,17 +82,18 @@ def convert(
     )
     refuse_unfit_model(model, family, conversion)
     check_options(conversion, calibration, weight, trainable)
-    heads_before = family.kv_heads(model.config)
+    heads_before = family.kv_heads(config)
     count_before = count_parameters(model)
     batches = None if calibration is None else read_batches(calibration, model)
     before = Unconverted(
         kv_heads=heads_before if kv_heads is not None else None,
-        record=getattr(model.config, "qklab", None),
+        name_or_path=str(model.name_or_path),
+        record=getattr(config, "qklab", None),
         earlier=model.__dict__.get("qklab_before"),
     )
     if keep_original and conversion.overwrites:
         before.projections = {name: copy_projections(layer, family) for name, layer in family.layers(model).items()}
-    with evaluation_mode(model):
+    with all_or_nothing(model, family), evaluation_mode(model):
         logits = None if batches is None else compute_logits(model, batches[0])
         walk = (
             None
@@ -112,11 +119,29 @@ def convert(
         parameters=count_parameters(model),
         inserted=inserted,
         trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
-        cache_share=family.kv_heads(model.config) / heads_before * (0.5 if share else 1.0),
+        cache_share=family.kv_heads(config) / heads_before * (0.5 if share else 1.0),
         layers=reports,
         logits=moved,
         notes=notes,
     )
+
+
+@contextmanager
+def all_or_nothing(model: PreTrainedModel, family: ConvertibleFamily) -> Iterator[None]:
+    """Where the block fails, the layers and the configuration are what they were before it."""
+    config, layers = text_config(model), family.layers(model).values()
+    kept = [(part, type(part), dict(vars(part))) for part in (config, *layers)]
+    modules = {id(layer): dict(layer._modules) for layer in layers}
+    try:
+        yield
+    except BaseException:
+        for part, kind, values in kept:
+            part.__class__ = kind
+            part.__dict__.clear()
+            part.__dict__.update(values)
+            if id(part) in modules:
+                part.__dict__["_modules"] = modules[id(part)]
+        raise
 
 
 def revert(model: PreTrainedModel) -> None:
@@ -190,23 +215,19 @@ def freeze_parameters(model: PreTrainedModel, trainable: str | None) -> list[str
 
 
 def record_conversion(model: PreTrainedModel, conversion: Conversion) -> None:
-    """Record the conversion in the configuration and let the model save itself as a converted one."""
-    from qklab.hf.convert.store import saving_class
-
-    model.config.qklab = conversion.to_dict()
+    """Record the conversion in the configuration and let that be written as a converted model's."""
+    config = text_config(model)
+    config.qklab = conversion.to_record()
     if conversion.structural:
-        for module in model.modules():
-            if isinstance(module, PreTrainedModel):
-                module.__class__ = saving_class(type(module))
+        mark_converted(config)
+        model.__dict__["name_or_path"] = UNSAVED
 
 
 def forget_conversion(model: PreTrainedModel, before: Unconverted) -> None:
-    from qklab.hf.convert.store import plain_class
-
-    delattr(model.config, "qklab")
+    config = text_config(model)
+    del config.qklab
+    config.__class__ = plain_config_class(type(config))
     if before.record is not None:
-        model.config.qklab = before.record
+        config.qklab = before.record
+    model.__dict__["name_or_path"] = before.name_or_path
     model.__dict__["qklab_before"] = before.earlier or Unconverted()
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            module.__class__ = plain_class(type(module))

@@ -12,22 +12,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from qklab.attention.couple import Coupling
 from qklab.attention.norm import QKNorm
 from qklab.hf.convert.cache import POSITION, share_layer
-from qklab.hf.families import ConvertibleFamily
-from qklab.ops.norm import rms_norm
+from qklab.hf.layout import ConvertibleFamily
 from qklab.ops.rope import apply_rope_without_gradient
-
-BACKENDS = ("eager", "sdpa")
-
-
-def check_backend(config: Any) -> str:
-    """The attention implementation of a configuration, refused by name where it cannot be used."""
-    chosen = config._attn_implementation
-    if chosen not in BACKENDS:
-        raise ValueError(
-            f"a converted model runs with attn_implementation 'sdpa' or 'eager', but {chosen!r} was requested; "
-            "load it with one of those, or call model.set_attn_implementation('sdpa')."
-        )
-    return chosen
 
 
 class ConvertedAttention(nn.Module):
@@ -44,8 +30,9 @@ class ConvertedAttention(nn.Module):
     config: Any
     layer_idx: int
     scaling: float
-    eager: Any
-    rotate: Any
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return restore_layer, (type(self.family),), self.__dict__
 
     def forward(
         self,
@@ -56,54 +43,57 @@ class ConvertedAttention(nn.Module):
         layer_past: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        backend = check_backend(self.config)
         cache = layer_past if past_key_values is None else past_key_values
+        angles = position_embeddings if self.family.rotates(self) else None
         q, k, v = self.family.project(self, hidden_states)
         if self.couple is not None:
             q, k = self.couple(q, k)
-        if v is None:
-            q, k, v = self.read_shared(q, k, position_embeddings, kwargs.get("position_ids"), cache)
-        else:
-            q, k = self.normalise_heads(q, self.query_norm), self.normalise_heads(k, self.key_norm)
-            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-            if position_embeddings is not None:
-                q, k = self.rotate(q, k, *position_embeddings)
-            if cache is not None:
-                k, v = cache.update(k, v, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(backend, self.eager)
+        shared, key_angles = v is None, None
+        if shared and cache is not None:
+            k, key_angles = self.store_shared(k, angles, kwargs.get("position_ids"), cache)
+        stored = k if v is None else v
+        q, k = self.normalise_heads(q, k)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), stored.transpose(1, 2)
+        q, k = self.rotate_heads(q, k, angles, key_angles)
+        if not shared and cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, self.family.source.eager_attention_forward
+        )
         options = self.family.attention_options(self)
         o, weights = attend(self, q, k, v, attention_mask, scaling=self.scaling, **options, **kwargs)
         o = o.reshape(*hidden_states.shape[:-1], -1).contiguous()
         return self.family.finish(self, o), weights
 
-    def read_shared(
-        self,
-        q: Tensor,
-        s: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None,
-        position_ids: Tensor | None,
-        cache: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, T, H, D] and s [B, T, G, D] → queries, keys and values [B, heads, slots, D], keys turned on reading."""
-        q, s = self.normalise_heads(q, self.query_norm).transpose(1, 2), s.transpose(1, 2)
-        angles = position_embeddings
-        if cache is not None:
-            share_layer(cache, self.layer_idx)
-            s, positions = cache.update(s, self.make_positions(s, position_ids), self.layer_idx)
-            if position_embeddings is not None:
-                angles = self.compute_angles(positions[:, 0, :, 0], position_embeddings, cache)
-        k = self.normalise_heads(s, self.key_norm)
-        if position_embeddings is not None and angles is not None:
-            q = self.rotate(q, q[:, :0], *position_embeddings)[0]
-            k = self.rotate_keys(k, angles)
-        return q, k, s
+    def store_shared(
+        self, s: Tensor, angles: tuple[Tensor, Tensor] | None, position_ids: Tensor | None, cache: Any
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """s [B, T, G, D] of the new tokens → [B, S, G, D] of all, and the angles that turn its keys."""
+        share_layer(cache, self.layer_idx)
+        s, positions = cache.update(s.transpose(1, 2), self.make_positions(s, position_ids), self.layer_idx)
+        every = None if angles is None else self.compute_angles(positions[:, 0, :, 0], angles, cache)
+        return s.transpose(1, 2), every
 
-    def rotate_keys(self, k: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """R_j k_j: k [B, G, slots, D] by cos, sin [B, slots, r], whose halves are the same."""
-        if not self.family.rotates_halves or not rotates_without_gradient(k, angles[0]):
-            return self.rotate(k, k[:, :0], *angles)[0]
-        cos, sin = (table[:, None, :, : table.shape[-1] // 2] for table in angles)
-        return apply_rope_without_gradient(k, (cos, sin))
+    def normalise_heads(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q [B, T, H, D] and k [B, S, G, D] by the inserted norm, or by the family's own."""
+        if self.normalise is not None:
+            return self.normalise(q, k)
+        return self.family.normalise(self, q, k) if self.family.has_norms(self) else (q, k)
+
+    def rotate_heads(
+        self, q: Tensor, k: Tensor, angles: tuple[Tensor, Tensor] | None, key_angles: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
+        """R_i q_i and R_j k_j: q [B, H, T, D], k [B, G, S, D]; keys that were stored unturned have their own angles."""
+        if angles is None:
+            return q, k
+        if key_angles is None:
+            return self.family.rotate(self, q, k, angles)
+        q = self.family.rotate(self, q, q[:, :0], angles)[0]
+        plain = self.family.repeats_angles and not self.family.interleaved
+        if not plain or not rotates_without_gradient(k, key_angles[0]):
+            return q, self.family.rotate(self, k, k[:, :0], key_angles)[0]
+        cos, sin = (table[:, None, :, : table.shape[-1] // 2] for table in key_angles)
+        return q, apply_rope_without_gradient(k, (cos, sin))
 
     def make_positions(self, s: Tensor, position_ids: Tensor | None) -> Tensor:
         """[B or 1, T] → [B, 1, T, 1], as the cache keeps them."""
@@ -117,8 +107,8 @@ class ConvertedAttention(nn.Module):
         The layers of one pass have the same positions, so the first of each kind computes them for the others; a
         compiler sees every layer's own computation and fuses it into the rotation.
         """
-        kind = getattr(self, "layer_type", None)
-        arguments = (now[0], positions, kind) if self.family.rotary_by_kind else (now[0], positions)
+        kind = self.config.layer_types[self.layer_idx] if self.family.rotary_by_kind else None
+        arguments = (now[0], positions) if kind is None else (now[0], positions, kind)
         if torch.compiler.is_compiling():
             return self.rotary[0](*arguments)
         known = cache.__dict__.setdefault("qklab_angles", {})
@@ -127,20 +117,6 @@ class ConvertedAttention(nn.Module):
             found = (now[0], positions.shape, self.rotary[0](*arguments))
             known[kind] = found
         return found[2]
-
-    @property
-    def query_norm(self) -> Any:
-        return self.q_norm if self.family.normed else self.normalise and self.normalise.query_gain
-
-    @property
-    def key_norm(self) -> Any:
-        return self.k_norm if self.family.normed else self.normalise and self.normalise.key_gain
-
-    def normalise_heads(self, u: Tensor, norm: Any) -> Tensor:
-        """The family's own norm, or the inserted one with the gain `norm`, over the last axis."""
-        if self.family.normed:
-            return norm(u)
-        return u if self.normalise is None else rms_norm(u, norm, self.normalise.eps)
 
 
 def rotates_without_gradient(k: Tensor, cos: Tensor) -> bool:
@@ -152,10 +128,11 @@ def rotates_without_gradient(k: Tensor, cos: Tensor) -> bool:
 @functools.cache
 def converted_class(kind: type[ConvertibleFamily]) -> type[ConvertedAttention]:
     """The family's attention class with our forward."""
-    family = kind()
-    members = {
-        "family": family,
-        "eager": staticmethod(family.source.eager_attention_forward),
-        "rotate": staticmethod(family.source.apply_rotary_pos_emb) if family.rotated else None,
-    }
-    return type(f"Converted{family.attention_class.__name__}", (ConvertedAttention, family.attention_class), members)
+    family, bases = kind(), (ConvertedAttention, kind().attention_class)
+    return type(f"Converted{bases[1].__name__}", bases, {"family": family})
+
+
+def restore_layer(kind: type[ConvertibleFamily]) -> ConvertedAttention:
+    """What copying and unpickling begin with."""
+    made = converted_class(kind)
+    return made.__new__(made)

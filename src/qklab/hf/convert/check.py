@@ -11,9 +11,10 @@ from transformers.pytorch_utils import Conv1D
 
 from qklab import register
 from qklab.attention.spec import CouplingSpec
-from qklab.hf.convert.attention import ConvertedAttention, check_backend
+from qklab.hf.convert.attention import ConvertedAttention
 from qklab.hf.convert.record import MERGES, TRAINABLE, Conversion, find_conversion
-from qklab.hf.families import ConvertibleFamily
+from qklab.hf.families import text_config
+from qklab.hf.layout import ConvertibleFamily
 from qklab.schema import suggest_name
 
 GROWING_ROPE = ("dynamic", "longrope")
@@ -54,7 +55,7 @@ def refuse_converted(model: PreTrainedModel, family: ConvertibleFamily) -> None:
 
 
 def refuse_unfit_model(model: PreTrainedModel, family: ConvertibleFamily, conversion: Conversion) -> None:
-    config = model.config
+    config = text_config(model)
     layers = family.layers(model)
     if not layers:
         raise ValueError(f"no {family.attention_class.__name__} layers were found in this {type(model).__name__}.")
@@ -73,7 +74,6 @@ def refuse_unfit_model(model: PreTrainedModel, family: ConvertibleFamily, conver
                     f"{name}.{part} is a {type(module).__name__}, not a plain linear layer; convert before quantising "
                     "or attaching adapters."
                 )
-    check_backend(config)
     if getattr(config, "add_cross_attention", False):
         raise ValueError("a model with cross-attention cannot be converted; only plain decoders can.")
     if getattr(config, "reorder_and_upcast_attn", False):
@@ -85,6 +85,12 @@ def refuse_unfit_model(model: PreTrainedModel, family: ConvertibleFamily, conver
             f"share cannot go with rope_type {', '.join(sorted(kinds & set(GROWING_ROPE)))!r}: its angles change with "
             "the length, and the cached keys are turned when they are read."
         )
+    first = next(iter(layers.values()))
+    if conversion.norm and family.has_norms(first):
+        raise ValueError(f"{family.title} already normalises queries and keys; leave norm out.")
+    unmerged = family.refuse_merge(first)
+    if conversion.kv_heads is not None and unmerged is not None:
+        raise ValueError(f"{family.title} {unmerged}; leave kv_heads out.")
     meta = any(parameter.is_meta for layer in layers.values() for parameter in layer.parameters())
     if meta and (conversion.overwrites or conversion.norm):
         raise ValueError("share, norm and kv_heads need the weights, but this model has none yet (meta device).")

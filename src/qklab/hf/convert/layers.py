@@ -14,7 +14,8 @@ from qklab.hf.convert.attention import converted_class
 from qklab.hf.convert.calibrate import LayerRecord, LayerWalk, measure_change, measure_moments
 from qklab.hf.convert.record import Conversion, LayerReport, make_attention_spec
 from qklab.hf.convert.solve import Fit, Moments, merge_heads, share_key_value
-from qklab.hf.families import ConvertibleFamily, Weights
+from qklab.hf.families import text_config
+from qklab.hf.layout import ConvertibleFamily, Weights
 from qklab.model.initialise import seed_of
 
 
@@ -36,8 +37,8 @@ def convert_layers(
     first = family.read(next(iter(layers.values())))
     centre = conversion.share is not None and first.k_bias is not None
     conversion = conversion.replace(output_bias=centre and first.o_bias is None)
-    heads = conversion.kv_heads or family.kv_heads(model.config)
-    rotary = find_rotary(model)
+    config = text_config(model)
+    heads = conversion.kv_heads or family.kv_heads(config)
     reports: list[LayerReport] = []
     for index, (name, layer) in enumerate(layers.items()):
         report = LayerReport(name)
@@ -45,13 +46,18 @@ def convert_layers(
         if conversion.overwrites:
             weights = family.read(layer)
             moments = measure_group_moments(layer, family, weights, heads, seen)
-            fit = fit_heads(moments, conversion, weights.k.shape[0] // heads, weight, centre)
+            if not bool(moments.second.isfinite().all()):
+                raise ValueError(
+                    f"keys or values of {name} are not finite, so nothing can be fitted to them; look at the model's "
+                    "weights, and give a calibration text that it computes finite logits for."
+                )
+            fit = fit_heads(layer, moments, conversion, weights.k.shape[0] // heads, weight, centre)
             report.keys, report.values = fit.errors(moments)
-            family.write(layer, apply_fit(weights, fit))
             if conversion.kv_heads is not None:
-                layer.num_key_value_groups = model.config.num_attention_heads // heads
+                set_groups(layer, config, heads)
+            family.write(layer, apply_fit(weights, fit))
         if conversion.structural:
-            insert_stages(name, layer, conversion, heads, rotary, seed)
+            insert_stages(name, layer, conversion, heads, find_rotary(model, name), seed)
         if conversion.norm:
             set_gains(layer, family, seen)
         if walk is not None and seen is not None:
@@ -63,9 +69,15 @@ def convert_layers(
     return reports, conversion
 
 
-def find_rotary(model: nn.Module) -> tuple[nn.Module, ...]:
-    """The module that makes RoPE's angles, if the model has one."""
-    return tuple(module for path, module in model.named_modules() if path.rpartition(".")[2] == "rotary_emb")
+def find_rotary(model: nn.Module, name: str) -> tuple[nn.Module, ...]:
+    """The module that makes RoPE's angles for the attention layer `name`, if there is one: that of the nearest module
+    around it."""
+    while name:
+        name = name.rpartition(".")[0]
+        found = getattr(model.get_submodule(name), "rotary_emb", None)
+        if found is not None:
+            return (found,)
+    return ()
 
 
 def insert_stages(
@@ -126,14 +138,10 @@ def measure_group_moments(
     return measure_moments(project_inputs())
 
 
-def fit_heads(moments: Moments, conversion: Conversion, members: int, weight: float, centre: bool) -> Fit:
+def fit_heads(layer: Any, moments: Moments, conversion: Conversion, members: int, weight: float, centre: bool) -> Fit:
     family = conversion.layout
-    fit = merge_heads(
-        moments,
-        members,
-        least_squares=conversion.merge == "least-squares",
-        rotated_keys=family.rotated and family.rotates_halves and not family.normed,
-    )
+    pairs = None if family.has_norms(layer) else family.pair_entries(layer)
+    fit = merge_heads(moments, members, least_squares=conversion.merge == "least-squares", pairs=pairs)
     return share_key_value(fit, moments, weight=weight, centre=centre) if conversion.share else fit
 
 
@@ -192,6 +200,13 @@ def set_gains(layer: Any, family: ConvertibleFamily, seen: LayerRecord | None) -
 
 
 def set_kv_heads(model: PreTrainedModel, family: ConvertibleFamily, heads: int) -> None:
-    model.config.num_key_value_heads = heads
+    config = text_config(model)
+    config.num_key_value_heads = heads
     for layer in family.layers(model).values():
-        layer.num_key_value_groups = model.config.num_attention_heads // heads
+        set_groups(layer, config, heads)
+
+
+def set_groups(layer: Any, config: Any, kv_heads: int) -> None:
+    layer.num_key_value_groups = config.num_attention_heads // kv_heads
+    if hasattr(layer, "num_key_value_heads"):
+        layer.num_key_value_heads = kv_heads

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from qklab import register
 from qklab.attention.spec import AttentionSpec, CouplingSpec
-from qklab.hf.families import ConvertibleFamily, find_convertible
+from qklab.hf.families import find_convertible, text_config
+from qklab.hf.layout import ConvertibleFamily
 from qklab.schema import (
     MISSING,
     Rule,
@@ -17,9 +19,9 @@ from qklab.schema import (
     integer_field,
     number_field,
     spec_field,
-    text_field,
 )
 
+VERSION = 2  # of the record; the first one had no number
 MERGES = ("least-squares", "mean")
 TRAINABLE = ("coupling", "inserted")
 
@@ -29,8 +31,7 @@ class Conversion(Spec):
     """What a converted model differs in from its family; kept as JSON in `model.config.qklab`.
 
     Args:
-        family: The model type before the conversion.
-        model: The model's class.
+        family: The model type of its family.
         coupling: The coupling inserted at identity.
         share: "k=v" where one tensor is key and value.
         norm: "qk-norm" where RMSNorm was inserted on queries and keys.
@@ -41,7 +42,6 @@ class Conversion(Spec):
     """
 
     family: str = choice_field(MISSING, register.family)
-    model: str | None = text_field(None)
     coupling: CouplingSpec | None = spec_field(CouplingSpec, None)
     share: Literal["k=v"] | None = choice_field(None, ("k=v",))
     norm: Literal["qk-norm"] | None = choice_field(None, ("qk-norm",))
@@ -56,18 +56,6 @@ class Conversion(Spec):
             lambda c: c.coupling is not None and c.coupling.init != "identity" and c.coupling.kind != "affine",
             lambda c: "a coupling is inserted where it changes nothing yet",
             lambda c: {"coupling": c.coupling.replace(init="identity", step_size=1.0)},
-        ),
-        Rule(
-            "norm",
-            lambda c: c.norm is not None and c.layout.normed,
-            lambda c: f"{c.layout.title} already normalises queries and keys",
-            lambda c: {"norm": None},
-        ),
-        Rule(
-            "kv_heads",
-            lambda c: c.kv_heads is not None and not c.layout.grouped,
-            lambda c: f"{c.layout.title} has as many key/value heads as heads and no setting for fewer",
-            lambda c: {"kv_heads": None, "merge": None},
         ),
     )
 
@@ -92,6 +80,21 @@ class Conversion(Spec):
         words += ["(Q,K=V)"] * (self.share is not None) + ["qk-norm"] * (self.norm is not None)
         return " · ".join(words)
 
+    def to_record(self) -> dict[str, Any]:
+        """As `read_record` takes it."""
+        return {"version": VERSION, **self.to_dict()}
+
+
+def read_record(record: Any) -> Conversion:
+    """The conversion that a configuration or an adapter holds as JSON."""
+    if not isinstance(record, Mapping) or record.get("version") != VERSION:
+        came = record.get("version") if isinstance(record, Mapping) else record
+        raise ValueError(
+            f"a record of a conversion of version {VERSION} was expected, but {came!r} came; use the qklab that wrote "
+            "it, or convert the original model again."
+        )
+    return Conversion.from_dict({name: value for name, value in record.items() if name != "version"})
+
 
 def make_attention_spec(conversion: Conversion, config: Any, kv_heads: int, width: int) -> AttentionSpec:
     """The spec of a layer's coupling and norm; rotation and mixing stay the family's."""
@@ -109,8 +112,8 @@ def make_attention_spec(conversion: Conversion, config: Any, kv_heads: int, widt
 
 def find_conversion(model: Any) -> Conversion | None:
     """What was done to a model, or None."""
-    record = getattr(model.config, "qklab", None)
-    return None if record is None else Conversion.from_dict(record)
+    record = getattr(text_config(model), "qklab", None)
+    return None if record is None else read_record(record)
 
 
 @dataclass

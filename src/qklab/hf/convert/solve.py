@@ -97,13 +97,15 @@ def average_heads(groups: int, members: int, width: int, like: Tensor) -> Fit:
     )
 
 
-def merge_heads(moments: Moments, members: int, *, least_squares: bool, rotated_keys: bool) -> Fit:
+def merge_heads(
+    moments: Moments, members: int, *, least_squares: bool, pairs: tuple[Tensor, Tensor] | None = None
+) -> Fit:
     """m key/value heads become one: by their mean, or by least squares.
 
     Values: v_j ≈ V_j v' with v' = Uᵀ v, U the D leading eigenvectors of the values' second moment: no other D numbers
     carry the values better. Keys under RoPE: what is done to a query must commute with the rotation, so each pair of
-    entries is one complex number z_j of head j and z_j ≈ c_j z', the leading eigenvector of E[z zᴴ]; without
-    `rotated_keys` (norms stand between) the mean.
+    entries that turns together, `pairs` ([D/2] twice), is one complex number z_j of head j and z_j ≈ c_j z', the
+    leading eigenvector of E[z zᴴ]; without pairs (norms stand between) the mean.
     """
     groups, size = moments.mean.shape
     width = size // (2 * members)
@@ -115,19 +117,24 @@ def merge_heads(moments: Moments, members: int, *, least_squares: bool, rotated_
     scale = members**-0.5  # the stored value has the size of one head's
     fit.value = torch.cat([torch.zeros_like(lead), lead], 1).mT * scale
     fit.values = lead.unflatten(1, (members, width)) / scale
-    if rotated_keys:
-        fit.key, fit.queries = merge_rotated_keys(moments.second[:, :half, :half], members)
+    if pairs is not None:
+        fit.key, fit.queries = merge_rotated_keys(moments.second[:, :half, :half], members, pairs)
     return fit
 
 
-def merge_rotated_keys(second: Tensor, members: int) -> tuple[Tensor, Tensor]:
-    """E_k [N, D, 2mD] and Q_j [N, m, D, D] of z_j ≈ c_j z', z = k_i + i k_{i+D/2}, for each of the D/2 frequencies."""
+def merge_rotated_keys(second: Tensor, members: int, pairs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """E_k [N, D, 2mD] and Q_j [N, m, D, D] of z_j ≈ c_j z', z = k_low + i k_high, for each of the D/2 pairs."""
     groups = second.shape[0]
     width = second.shape[1] // members
-    blocks = second.unflatten(2, (members, 2, width // 2)).unflatten(1, (members, 2, width // 2))
-    pairs = blocks.diagonal(dim1=3, dim2=6)  # [N, m, 2, m, 2, D/2]
-    real = pairs[:, :, 0, :, 0] + pairs[:, :, 1, :, 1]
-    imaginary = pairs[:, :, 1, :, 0] - pairs[:, :, 0, :, 1]
+    low, high = (entries.to(second.device) for entries in pairs)
+    blocks = second.unflatten(2, (members, width)).unflatten(1, (members, width))  # [N, m, D, m, D]
+
+    def cross(a: Tensor, b: Tensor) -> Tensor:
+        """E[k_a k_b] of the entries a, b [D/2] of all pairs of heads: [N, m, m, D/2]."""
+        return blocks[:, :, a][..., b].diagonal(dim1=2, dim2=4)
+
+    real = cross(low, low) + cross(high, high)
+    imaginary = cross(high, low) - cross(low, high)
     hermitian = torch.complex(real, imaginary).permute(0, 3, 1, 2)  # E[z_a conj(z_b)] [N, D/2, m, m]
     lead = torch.linalg.eigh(hermitian).eigenvectors[..., -1]  # [N, D/2, m]
     total = lead.sum(-1, keepdim=True)
@@ -135,8 +142,6 @@ def merge_rotated_keys(second: Tensor, members: int) -> tuple[Tensor, Tensor]:
     c = lead * members**0.5
     encode = torch.zeros(groups, width, 2 * members * width, dtype=second.dtype, device=second.device)
     queries = torch.zeros(groups, members, width, width, dtype=second.dtype, device=second.device)
-    low = torch.arange(width // 2, device=second.device)
-    high = low + width // 2
     for j in range(members):
         for block, number, at in ((encode, c[..., j].conj() / members, j * width), (queries[:, j], c[..., j], 0)):
             block[:, low, at + low] = number.real

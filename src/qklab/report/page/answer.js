@@ -1,6 +1,7 @@
 // The verdict on each group of runs: a headline, and for every arm what was found and what it costs.
 
-import { bytes, data, digits, fixed, grouped, h, isNumber, mean, perCent, plural, short, state, time } from "./core.js";
+import { bytes, data, digits, fixed, grouped, h, isNumber, mean, perCent, plural, short, signed } from "./core.js";
+import { state, time } from "./core.js";
 import { swatch } from "./colours.js";
 import { baselineOf, finalScores, group, metricOf, runsOf, valueOf } from "./arms.js";
 
@@ -37,6 +38,13 @@ function tellQuality(runs) {
   if (!told.length) return "No run has finished yet.";
   return `${told.join(", ")} on test text, mean of ${plural(ended.length, "seed")}.`;
 }
+// what other tests than the one that decides say of the same seeds
+function tellOtherTests(paired) {
+  if (!isNumber(paired?.sign_flip_p)) return null;
+  const { bootstrap_low: low, bootstrap_high: high, sign_flip_p: p } = paired;
+  const bootstrap = isNumber(low) ? `${signed(low, 4)} to ${signed(high, 4)}` : "none from fewer than 5 seeds";
+  return `Beside it: bootstrap interval ${bootstrap}; sign-flip test p = ${digits(p, 2)}`;
+}
 function armAnswer(own, arm, i) {
   const { verdict, learning } = arm, runs = runsOf(i), none = own.study ? "no result yet" : "run";
   const word = verdict?.verdict ?? (arm === baselineOf(own) ? "baseline" : none);
@@ -49,6 +57,7 @@ function armAnswer(own, arm, i) {
       "div",
       {},
       h("p", {}, verdict ? verdict.sentence : tellQuality(runs)),
+      h("p", { class: "took" }, tellOtherTests(verdict?.paired)),
       learning?.efficiency ? h("p", { class: "took" }, learning.efficiency) : null,
       h("p", { class: "took" }, tellCost(arm, runs)),
     ),

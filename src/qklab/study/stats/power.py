@@ -16,12 +16,14 @@ from qklab.study.stats.paired import (
 )
 
 DRAWS = 4000
+EVEN, LIKELY = 0.5, 0.95  # chances between which the number of seeds is told
 
 
 @dataclass(frozen=True)
 class SeedPlan(Statistic):
     """`more` seeds, `total` in all, settle the case with `chance`; None: not even `cap` more, whose chance it then is,
-    or nothing can be said (chance None too)."""
+    or nothing can be said (chance None too). `few` may do (with a chance of a half), `many` may be needed (19 of 20);
+    None: more than `cap`."""
 
     n: int
     more: int | None
@@ -29,6 +31,8 @@ class SeedPlan(Statistic):
     chance: float | None
     cap: int
     sentence: str
+    few: int | None = None
+    many: int | None = None
 
 
 def plan_more_seeds(
@@ -57,16 +61,21 @@ def plan_more_seeds(
     if sample.n == 1:
         sentence = "One seed says nothing about the noise: run at least 2 more, then ask again."
         return SeedPlan(1, None, None, None, cap, sentence)
-    n, more, chance = sample.n, 0, 0.0
-    while more < cap:
-        more = min(cap, more + 1 + more // 20)  # one by one up to 20, then in steps of 5 %
-        chance = chance_of_settling(sample, more, margin, alpha, comparisons)
-        if chance >= power:
-            seeds = "1 more seed" if more == 1 else f"{more} more seeds"
-            sentence = f"{seeds} ({n + more} in all) would settle it with a chance of {chance:.0%}."
-            return SeedPlan(n, more, n + more, chance, cap, sentence.replace("%", " %"))
-    sentence = f"Even {cap} more seeds would settle it with a chance of only {chance:.0%}.".replace("%", " %")
-    return SeedPlan(n, None, None, chance, cap, sentence)
+    n, tried, chance = sample.n, 0, 0.0
+    needed: dict[float, int] = {}  # chance → the fewest seeds that give it
+    reached: dict[int, float] = {}
+    while tried < cap and LIKELY not in needed:
+        tried = min(cap, tried + 1 + tried // 20)  # one by one up to 20, then in steps of 5 %
+        reached[tried] = chance = chance_of_settling(sample, tried, margin, alpha, comparisons)
+        needed |= {each: tried for each in (EVEN, power, LIKELY) if chance >= each and each not in needed}
+    few, more, many = (needed.get(each) for each in (EVEN, power, LIKELY))
+    if more is None:
+        sentence = f"Even {cap} more seeds would settle it with a chance of only {chance:.0%}.".replace("%", " %")
+        return SeedPlan(n, None, None, chance, cap, sentence, few, many)
+    seeds = "1 more seed" if more == 1 else f"{more} more seeds"
+    rough = f"{few} may do, {many if many is not None else f'more than {cap}'} may be needed"
+    sentence = f"{seeds} ({n + more} in all) would settle it with a chance of {reached[more]:.0%}; {rough}."
+    return SeedPlan(n, more, n + more, reached[more], cap, sentence.replace("%", " %"), few, many)
 
 
 def chance_of_settling(sample: DifferenceSample, more: int, margin: float, alpha: float, comparisons: int) -> float:

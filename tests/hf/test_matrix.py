@@ -1,0 +1,157 @@
+"""Every conversion of every family, and the table of docs/transformers.md that says so."""
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from small_models import FAMILIES, compute_logits, shake, step_by_step, tiny, token_ids
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+
+from qklab.hf import convert, load_converted, revert
+from qklab.hf.convert import count_converted_bytes, find_conversion
+from qklab.hf.families import convertible_families
+
+PAGE = (Path(__file__).parents[2] / "docs/transformers.md").read_text(encoding="utf-8")
+KNOWN = convertible_families()
+MODELS = [name for name in FAMILIES if name.partition(",")[0] in KNOWN]
+family = pytest.mark.parametrize("family", MODELS)
+CONVERSIONS: dict[str, dict[str, Any]] = {
+    "coupling": {"coupling": "leapfrog"},
+    "share": {"share": "k=v"},
+    "kv_heads": {"kv_heads": 1},
+    "norm": {"norm": "qk-norm"},
+}
+
+
+def near(got: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_every_family_is_here() -> None:
+    assert {name.partition(",")[0] for name in MODELS} == KNOWN.keys()
+
+
+@family
+def test_a_coupling_starts_as_nothing(family: str) -> None:
+    """Bit for bit, with and without a cache, in training with dropout; `revert` leaves the model as it was."""
+    dropout = dict.fromkeys(("attention_dropout", "attn_pdrop", "resid_pdrop", "residual_dropout"), 0.5)
+    model = tiny(family, **dropout)
+    names, ways = list(model.state_dict()), ({"use_cache": True}, {"use_cache": False})
+    before = [compute_logits(model, None, **way) for way in ways]
+    torch.manual_seed(0)
+    dropped = compute_logits(model.train())
+    assert not torch.equal(dropped, before[0])
+    convert(model, coupling="leapfrog")
+    torch.manual_seed(0)
+    assert torch.equal(compute_logits(model), dropped)
+    assert all(
+        torch.equal(compute_logits(model.eval(), None, **way), was) for way, was in zip(ways, before, strict=True)
+    )
+    shake(model)
+    assert not torch.allclose(compute_logits(model), before[0], atol=1e-3)
+    revert(model)
+    assert torch.equal(compute_logits(model), before[0])
+    assert list(model.state_dict()) == names
+
+
+@family
+def test_cached_is_full_and_what_is_refused_is_in_the_table(family: str) -> None:
+    found, model = {}, tiny(family)
+    plain = DynamicCache(config=model.config)
+    step_by_step(model, token_ids(), plain)
+    owned = count_converted_bytes(plain)[0]
+    for name, options in CONVERSIONS.items():
+        model = tiny(family)
+        try:
+            report = convert(model, **options)
+        except ValueError as error:
+            found[name] = str(error)
+            assert find_conversion(model) is None
+            continue
+        found[name] = "yes"
+        shake(model)
+        whole = compute_logits(model, use_cache=False)
+        cache: Any = DynamicCache(config=model.config)
+        near(step_by_step(model, token_ids(), cache), whole)
+        assert count_converted_bytes(cache)[0] == report.cache_share * owned
+        if "share" in options:
+            near(step_by_step(model, token_ids(), StaticCache(config=model.config, max_cache_len=16)), whole)
+    assert (found["coupling"], found["share"]) == ("yes", "yes")
+    title = KNOWN[family.partition(",")[0]].title
+    if "," not in family:
+        row = next(line for line in PAGE.splitlines() if line.startswith(f"| {title} |"))
+        assert [cell.strip().startswith("yes") for cell in row.split("|")[2:-1]] == [v == "yes" for v in found.values()]
+
+
+@family
+def test_saved_is_loaded_and_takes_an_adapter(family: str, tmp_path: Path) -> None:
+    """Whole models by every door, and PEFT's adapters on what was loaded, the coupling among them."""
+    model = tiny(family)
+    implementation = model.config._attn_implementation
+    convert(model, coupling="leapfrog", share="k=v")
+    shake(model)
+    model.save_pretrained(tmp_path / "whole", max_shard_size="20KB")
+    wanted = compute_logits(model)
+    for load in (load_converted, AutoModelForCausalLM.from_pretrained):
+        loaded: Any = load(tmp_path / "whole", attn_implementation=implementation)
+        assert torch.equal(compute_logits(loaded), wanted)
+        assert find_conversion(loaded) == find_conversion(model)
+        assert type(loaded) is type(model)
+    with pytest.raises(Exception, match="converted by qklab"):
+        type(model).from_pretrained(tmp_path / "whole")
+
+    kind = KNOWN[family.partition(",")[0]]
+    name, layer = next(iter(kind.layers(loaded).items()))
+    targets = [f"{name.rpartition('.')[2]}.{part}" for part in kind.projections if getattr(layer, part) is not None]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that GPT-2's weights lie the other way
+        config = LoraConfig(r=2, target_modules=targets, modules_to_save=["couple"], task_type="CAUSAL_LM")
+        wrapped: Any = get_peft_model(loaded, config)
+        assert torch.equal(compute_logits(wrapped), wanted)
+        wrapped(token_ids(), labels=token_ids()).loss.backward()
+        with torch.no_grad():
+            for path, value in wrapped.named_parameters():
+                assert (value.grad is not None) == value.requires_grad == ("lora" in path or "modules_to_save" in path)
+                if value.requires_grad:
+                    value.add_(0.1)
+        wrapped.save_pretrained(tmp_path / "adapter")
+        again = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter", attn_implementation=implementation)
+    near(compute_logits(again.eval()), compute_logits(wrapped))
+    assert not torch.allclose(compute_logits(wrapped), wanted, atol=1e-3)
+
+
+@family
+def test_pairs_that_turn_together_merge_without_loss(family: str) -> None:
+    """Keys that differ by a turn and a factor in each of RoPE's pairs are one head; in other pairs they are not."""
+    kind = KNOWN[family.partition(",")[0]]
+    model = tiny(family)
+    layers = list(kind.layers(model).values())
+    if kind.refuse_merge(layers[0]) or kind.has_norms(layers[0]):
+        return
+    torch.manual_seed(0)
+    for layer in layers:
+        weights = kind.read(layer)
+        assert weights.v is not None
+        low, high = kind.pair_entries(layer)
+        assert sorted([*low.tolist(), *high.tolist()]) == [*range(kind.width(layer))]
+        a, b = torch.randn(2, len(low))
+        turn = torch.zeros(kind.width(layer), kind.width(layer))
+        turn[low, low], turn[high, high], turn[low, high], turn[high, low] = a, a, -b, b
+        for symbol in ("k", "v", "k_bias", "v_bias"):
+            part = getattr(weights, symbol)
+            if part is not None:
+                setattr(weights, symbol, torch.stack([part[0], turn @ part[0]]))
+        kind.write(layer, weights)
+    before = compute_logits(model)
+    convert(model, kv_heads=1)
+    torch.testing.assert_close(compute_logits(model), before, rtol=1e-3, atol=1e-3)
+
+
+def test_the_table_has_nothing_else() -> None:
+    table = re.findall(r"^\| ([^|`]+) \|(?: (?:yes|refused)[^|]* \|){4}$", PAGE, re.MULTILINE)
+    assert sorted(table) == sorted(kind.title for kind in KNOWN.values())

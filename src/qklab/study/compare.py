@@ -14,7 +14,7 @@ from qklab.schema import suggest_name
 from qklab.study.executors import WorkerSlots
 from qklab.study.plan import count_runs, plan_tuning_runs, write_rounded
 from qklab.study.records import StudyRecord, read_analyses, read_result
-from qklab.study.sizes import SIZES, count_members, find_size, measure_arm_speed, share_gpus
+from qklab.study.sizes import SIZES, count_runs_together, find_size, measure_arm_speed, share_gpus
 from qklab.study.spec import StudyError, StudySpec
 from qklab.train.progress import format_duration
 from qklab.train.spec import FINAL_SHARE
@@ -165,7 +165,7 @@ def plan_size(size: str, request: ComparisonRequest, slots: WorkerSlots, at_once
     """
     trial = make_study(size, request, 2**20)
     runs = [trial.run(arm, trial.corpora[0], trial.lrs[0], 0) for arm in trial.arms]
-    together = all(count_members(run, slots, 2) > 1 for run in runs)
+    together = all(count_runs_together(run, slots, 2) > 1 for run in runs)
     slots, trial = share_gpus(slots, runs[0], at_once), make_study(size, request, 2**20, together)
     speeds = [measure_arm_speed(run, slots, count_runs(trial) // len(runs) // len(trial.corpora)) for run in runs]
     speed = len(speeds) / sum(1 / each for each in speeds)  # every arm trains on as many tokens

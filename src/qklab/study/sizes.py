@@ -71,13 +71,13 @@ def find_size(study: StudySpec) -> str:
 
 def share_gpus(slots: WorkerSlots, run: RunSpec, at_once: int | None) -> WorkerSlots:
     """The slots for runs like this one: populations share a GPU, unless it was said how many units go at once."""
-    together = ON_A_GPU if at_once is None and count_members(run, slots, 2) > 1 else 1
+    together = ON_A_GPU if at_once is None and count_runs_together(run, slots, 2) > 1 else 1
     cores = slots.count * slots.threads
     count = max(slots.count, min(slots.count * together, cores))
     return dataclasses.replace(slots, count=count, threads=max(1, cores // count))
 
 
-def count_members(run: RunSpec, slots: WorkerSlots, runs: int) -> int:
+def count_runs_together(run: RunSpec, slots: WorkerSlots, runs: int) -> int:
     """How many of `runs` runs like this one are trained as one model."""
     return choose_population_size(run, slots.device, "auto", runs)
 
@@ -85,7 +85,7 @@ def count_members(run: RunSpec, slots: WorkerSlots, runs: int) -> int:
 def measure_arm_speed(run: RunSpec, slots: WorkerSlots, runs: int) -> float:
     """Tokens that `runs` runs like this one, of one arm and size, train on in a second, all of this machine's
     together."""
-    members = count_members(run, slots, runs)
+    members = count_runs_together(run, slots, runs)
     seconds = measure_step(run, slots.device, slots.threads, members)
     if members > 1:
         return max(1, len(slots.gpus)) * members * run.tokens_per_step * COMPILING_GAINS / seconds

@@ -17,7 +17,7 @@ from qklab.hf.local_tasks import TASKS
 pytestmark = pytest.mark.newest
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/transformers.md").read_text(encoding="utf-8")
-COUPLED, SHARED, EXPORTED = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+COUPLED, SHARED, WRAPPED, EXPORTED = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 
 def save_llama(folder: Path, text: str) -> None:
@@ -83,6 +83,12 @@ def test_the_shared_model_has_half_the_cache(place: Path):
     assert report.cache_share == 0.5
     assert all(layer.output is not None for layer in report.layers)
     assert (place / "my-shared-llama/model.safetensors").exists()
+
+
+def test_an_adapter_lies_on_the_coupled_model(place: Path):
+    names = run(WRAPPED)
+    assert any(".couple." in name for name, value in names["model"].named_parameters() if value.requires_grad)
+    assert names["again"].peft_config["default"].base_model_name_or_path == "my-coupled-llama"
 
 
 def test_our_models_are_trained_exported_and_loaded(place: Path, capsys: pytest.CaptureFixture[str]):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -293,6 +294,74 @@ def test_compare_answers_is_continued_and_reports(
     assert json.loads((folder / "study.json").read_text())["spec"]["seeds"] == 4
     code, _, err = called(capsys, "compare", "--out", "elsewhere", "--continue")
     assert (code, "no comparison in elsewhere" in err) == (2, True)
+
+
+def write_reports(folder: Path) -> list[str]:
+    """A folder of reports, as a registry has them, and a page that is none."""
+    folder.mkdir()
+    parts = ["Background", "Methods", "Participants", "Outcomes", "Adverse", "events", "Conclusion"]
+    for i in range(60):
+        words = [
+            f"{part}. Of {40 + i} patients {i * k % 37} had outcome {k}, p = 0.0{i % 9}."
+            for k, part in enumerate(parts)
+        ]
+        (folder / f"NCT{i:04}.txt").write_text("\n".join(words * 3))
+    (folder / "index.html").write_text("<p>no text</p>")
+    return [str(folder)]
+
+
+def write_book(folder: Path) -> list[str]:
+    (folder.with_suffix(".txt")).write_text(
+        "\n".join(f"Chapter {i}. It rained {i % 7} days, and then {i * i} more." for i in range(2000))
+    )
+    return [str(folder.with_suffix(".txt"))]
+
+
+def write_table(folder: Path) -> list[str]:
+    rows = [f'{i},"Title, {i}","The {i}th note says {i % 11} words, ""quoted"" ones."' for i in range(400)]
+    (folder.with_suffix(".csv")).write_text("\n".join(["id,title,note", *rows]))
+    return [str(folder.with_suffix(".csv")), "--column", "note"]
+
+
+@pytest.mark.parametrize(
+    ("write", "said"),
+    [(write_reports, "since they are none of"), (write_book, "too few documents to hold some out"), (write_table, "")],
+)
+def test_text_as_it_comes_gets_an_answer(
+    write: Callable[[Path], list[str]],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("QKLAB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("qklab.study.executors.local.LocalExecutor", lambda device, at_once, say: InProcess())
+    tiny = {
+        "model": {"recipe": "nano", "layers": 1, "width": 16, "context": 16},
+        "attention": {"heads": 2},
+        "corpus": {"tokenizer": "bytes"},
+    }
+    monkeypatch.setitem(compare.SIZES, "pico", sizes.Size(tiny | {"batch": {"sequences": 2}}, (1e-2,)))
+    words = write(tmp_path / "text")
+    asked = ("compare", *words, "--arms", "k=v", "--minutes", "0.001", "--seeds", "2", "--final-tokens", "64")
+    code, out, err = called(capsys, *asked, "--size", "pico")
+    assert code == 0, err
+    assert said in err
+    assert f"On {words[0]}, " in out
+    assert re.search(
+        r"Each run trained [\d.]+ M parameters on 640 tokens, [\d.]+ a parameter: [\d.e-]+ of the corpus's", out
+    )
+    assert "that of a unigram model" in out
+    (command,) = re.findall(r"^Run: qklab (.*)$", out, re.MULTILINE)
+
+    class Refusing(InProcess):
+        def submit(self, unit: Any) -> None:
+            raise StudyError("it would begin now.")
+
+    monkeypatch.setattr("qklab.study.executors.local.LocalExecutor", lambda device, at_once, say: Refusing())
+    code, _, err = called(capsys, *shlex.split(command))  # what the answer proposes is accepted
+    assert (code, "it would begin now" in err) == (2, True)
 
 
 @pytest.mark.long

@@ -190,7 +190,7 @@ def layer_roles(
 
 def attention_roles(model: nn.Module) -> Roles:
     """Layer name → roles, for every attention layer of a qklab model or of one whose family is registered:
-    Transformers' Llama, Qwen2, Qwen3, GPT-2, GPT-NeoX, DeepSeek-V3 and others that name their projections alike.
+    those that `qklab.hf.convert` knows, DeepSeek-V3, and others that name their projections alike.
 
     Call it on the model the optimiser sees: after moving, sharding or converting its parameters.
     """

@@ -250,9 +250,8 @@ def test_compare_answers_is_continued_and_reports(
     monkeypatch.chdir(tmp_path)
     shape = {"model": {"recipe": "nano", "layers": 1, "width": 16, "context": 32}, "corpus": {"vocab": 300}}
     small = dataclasses.replace(sizes.SIZES["pico"], settings=sizes.SIZES["pico"].settings | shape)
-    for size in list(sizes.SIZES):
-        monkeypatch.delitem(sizes.SIZES, size)
-    monkeypatch.setitem(sizes.SIZES, "pico", small)
+    for module in (sizes, compare):
+        monkeypatch.setattr(module, "SIZES", {"pico": small})
     monkeypatch.setattr("qklab.study.executors.local.LocalExecutor", lambda device, at_once, say: InProcess())
     asked = ("compare", str(text), "--arms", "k=v", "--minutes", "0.01", "--device", "cpu")
     code, out, err = called(capsys, *asked, "--seeds", "2")

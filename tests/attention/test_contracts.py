@@ -12,7 +12,7 @@ from qklab.testing.contracts import inductor
 from qklab.testing.grid import SIZE
 
 GRID = grid()
-CASES = [(name, spec) for spec in GRID for name in contracts_of(spec)]
+SLOW = ("gradients", "compilation")
 
 
 def choices_of(spec: AttentionSpec) -> set[tuple[Any, ...]]:
@@ -38,15 +38,24 @@ COVERING = covering(GRID)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Every contract for every spec; but compilation takes most of the time, so on a CPU it is for COVERING alone."""
-    if "contract" in metafunc.fixturenames:
+    """What is slow would take most of the time, so on a CPU it is for COVERING alone."""
+    if "covered" in metafunc.fixturenames:
         every = metafunc.config.getoption("--device") != "cpu"
-        cases = [(name, spec) for name, spec in CASES if every or name != "compilation" or spec in COVERING]
-        metafunc.parametrize(("contract", "spec"), cases, ids=[f"{name}-{spec.name}" for name, spec in cases])
+        specs = [spec for spec in GRID if every or spec in COVERING]
+        metafunc.parametrize("covered", specs, ids=lambda spec: spec.name)
 
 
-def test_contract(contract: str, spec: AttentionSpec, device: str) -> None:
-    CONTRACTS[contract](spec, device)
+@pytest.mark.parametrize("spec", GRID, ids=lambda spec: spec.name)
+def test_contracts(spec: AttentionSpec, device: str) -> None:
+    """All in one test: thousands of tests would cost more in being reported than in being run."""
+    for name in contracts_of(spec):
+        if name not in SLOW:
+            CONTRACTS[name](spec, device)
+
+
+def test_gradients_and_compilation(covered: AttentionSpec, device: str) -> None:
+    for name in SLOW:
+        CONTRACTS[name](covered, device)
 
 
 def test_the_grid_is_wide_and_its_names_tell_specs_apart() -> None:

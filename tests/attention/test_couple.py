@@ -184,11 +184,11 @@ def test_leapfrog_shares_neighbouring_kicks(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("sharing", ["per-layer", "per-head"])
 def test_identity_start_leaves_the_models_logits_bit_equal(kind: Any, sharing: Any) -> None:
     """One seed gives both models the same other weights, so their logits agree bit for bit."""
-    plain = Decoder(recipe("nano", kv_heads=2), seed=3)
+    plain = Decoder(recipe("nano", kv_heads=2, vocab=64, layers=2), seed=3)
     start: dict[str, Any] = {} if kind == "affine" else {"init": "identity"}  # affine starts there by itself
     spec = CouplingSpec(kind=kind, steps=2, force_sharing=sharing, step_sharing="per-layer", **start)
-    coupled = Decoder(recipe("nano", kv_heads=2, coupling=spec), seed=3)
-    ids = torch.randint(4096, (2, 32))
+    coupled = Decoder(recipe("nano", kv_heads=2, vocab=64, layers=2, coupling=spec), seed=3)
+    ids = torch.randint(64, (2, 32))
     logits = coupled(ids)
     assert torch.equal(logits, plain(ids))
     logits.square().mean().backward()

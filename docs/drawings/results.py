@@ -107,6 +107,24 @@ def layer_costs(layer: Results) -> "Figure":
     return figure
 
 
+def population_speed(measured: Results) -> "Figure":
+    """What a minute of an H200 buys: runs, tokens each and parameters, before and with populations."""
+    before = measured["before"]
+    shown = [(f"{before['size']}, {before['processes']} processes", before["tokens_per_second"], "q", before["runs"])]
+    shown += [
+        (f"{case['size']}, {case['members']} runs together", case["tokens_per_second"], "k", case["members"])
+        if case["members"] > 1
+        else (f"{case['size']}, one run", case["tokens_per_second"], "q", 1)
+        for case in measured["cases"]
+        if case["arm"] == "standard" and case["packing"] == "contiguous"
+    ]
+    rows = [
+        (name, speed / 1e6, kind, f"{speed / 1e6:.1f} M/s · {runs} × {60 * speed / runs / 1e6:.2g} M a minute")
+        for name, speed, kind, runs in shown
+    ]
+    return draw_bars("tokens a second on one H200, and what a minute buys: runs × tokens", rows)
+
+
 PUBLISHED = 2.4  # standard training with 2.4 times the tokens took the coupled run's wall clock
 
 
@@ -251,6 +269,7 @@ LAYER = MEASURED.format("layer-51m")
 CHARTS = {
     "layer-costs.svg": Chart(layer_costs, (LAYER,)),
     "coupling-costs.svg": Chart(coupling_costs, (LAYER, MEASURED.format("coupling-step-51m"))),
+    "population-speed.svg": Chart(population_speed, (MEASURED.format("population"),)),
     "training-step.svg": Chart(training_step, (MEASURED.format("train-51m"), MEASURED.format("train-124m"))),
     "logit-control-51m-h200-loss.svg": Chart(final_loss, (SWEEPS.format("51m-h200"),)),
     "logit-control-51m-h200-largest-logit.svg": Chart(largest_logit, (SWEEPS.format("51m-h200"),)),

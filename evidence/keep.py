@@ -1,10 +1,16 @@
 """Keep what a study's runs recorded, without their weights: python evidence/keep.py STUDY_FOLDER evidence/NAME
 
+With --restore, the other way round: the runs that are kept, as far as a study needs them to go on with the others, so
+that it can grow over many short jobs on machines that forget:
+
+    python evidence/keep.py --restore evidence/NAME STUDY_FOLDER
+
 Each finished run becomes a line of records.jsonl: its run.json and summary.json as they are, its learning curve thinned
 to a hundred points, every evaluation, and every probe averaged over heads. Runs that are there already stay.
 """
 
 import json
+import shutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -66,8 +72,26 @@ def main(study: Path, folder: Path) -> None:
     fresh = [record for record in found if record["run"]["id"] not in known]
     records = sorted(kept + fresh, key=lambda record: record["place"])
     path.write_text("".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records))
+    shutil.copy(study / "study.json", folder / "study.json")
     print(f"{len(fresh)} runs added, {len(records)} kept in {path}")
 
 
+def restore(folder: Path, study: Path) -> None:
+    """Write run.json and summary.json of every run that is kept, where the study has none."""
+    records = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+    for record in records:
+        run = study / "runs" / record["place"]
+        if not (run / "summary.json").exists():
+            run.mkdir(parents=True, exist_ok=True)
+            (run / "run.json").write_text(json.dumps(record["run"]))
+            (run / "summary.json").write_text(json.dumps(record["summary"]))
+    if not (study / "study.json").exists():
+        shutil.copy(folder / "study.json", study / "study.json")
+    print(f"{len(records)} runs are in {study}")
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    if sys.argv[1] == "--restore":
+        restore(Path(sys.argv[2]), Path(sys.argv[3]))
+    else:
+        main(Path(sys.argv[1]), Path(sys.argv[2]))

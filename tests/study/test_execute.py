@@ -28,7 +28,7 @@ from qklab.study.executors import RunTask, Unit
 from qklab.study.metrics import find_metric
 from qklab.study.plan import PlannedRun, plan_tuning_runs
 from qklab.study.progress import measure_run_progress
-from qklab.study.records import is_in_use, read_result, read_study_record
+from qklab.study.records import RunResult, is_in_use, read_result, read_study_record
 from qklab.study.spec import StudyError, StudySpec
 from qklab.train.launch import train
 from qklab.train.spec import ExecutionSpec
@@ -69,6 +69,24 @@ def test_runs_of_an_arm_go_together_where_that_is_asked_for(
         assert before is not None
         assert result.value(find_metric("loss")) == pytest.approx(before.value(find_metric("loss")), rel=1e-4)
         assert result.process_seconds < result.summary["seconds_of_last_process"]["all"]
+
+
+def test_with_minutes_only_what_can_end_in_time_is_begun(
+    corpus: str, undisturbed: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = InProcess()
+    with monkeypatch.context() as patch:
+        patch.setattr(RunResult, "process_seconds", 100.0)
+        with Study(small_spec(corpus), tmp_path / "s", minutes=5).open() as study:
+            study.until = time.monotonic() + 109  # the first is begun, since nothing is known of any
+            with pytest.raises(StudyInterrupted, match=r"1 of 6 runs are done and the minutes are over"):
+                study.carry_out(executor, RecordingDisplay())
+    assert len(executor.units) == 1
+    with Study(small_spec(corpus), tmp_path / "s").open() as study:
+        study.carry_out(InProcess(), RecordingDisplay())
+    assert read_comparable(tmp_path / "s") == undisturbed
+    with pytest.raises(StudyError, match="minutes must be a number above 0, but 0 came"):
+        Study(small_spec(corpus), tmp_path / "s", minutes=0)
 
 
 def test_one_progress_for_the_whole_study(undisturbed_folder: Path) -> None:

@@ -200,6 +200,9 @@ def test_runs_that_do_not_go_together_are_refused(settings: Settings, tmp_path: 
     hurried, _ = settings(budget={"tokens": None, "seconds": 5.0})
     with pytest.raises(RunError, match="seconds"):
         train_population([hurried, hurried.replace(seed=1)], places(tmp_path, 2), execution)
+    heavy, _ = settings(batch={"sequences": 2**22})
+    with pytest.raises(RunError, match=r"needs about .* GiB and the cpu has .*; train at most \d+ together"):
+        train_population([heavy.replace(seed=seed) for seed in range(9)], places(tmp_path, 9), execution)
     assert not any(tmp_path.iterdir())
     dropping, _ = settings(model={"dropout": 0.1})
     assert "dropout" in (explain_solo(dropping) or "")

@@ -22,6 +22,7 @@ class StudyCommand:
         rows: windows per forward pass, where a whole batch does not fit into memory
         population: how many runs that differ in seed and learning rate are trained as one model: a number, off, or
             auto, which does so on a GPU
+        minutes: begin only what can end in so many minutes, and stop; the same command continues
         keep: how many checkpoints of a run stay beside its best; 0: none once it has ended
         ray: run on the Ray cluster at this address; without an address on one started on this machine
         executor: where runs are carried out: local, ray, or what a package registered
@@ -35,6 +36,7 @@ class StudyCommand:
     at_once: int | None = None
     rows: int | None = None
     population: str = "auto"
+    minutes: float | None = None
     keep: int = 1
     ray: str | None = None
     executor: str | None = None
@@ -68,6 +70,7 @@ class StudyCommand:
             data=self.data,
             execution={"rows": self.rows, "population": self.population, "keep": self.keep},
             remote=remote,
+            minutes=self.minutes,
         )
         words = ["qklab", "study", str(self.file), "--out", out]
         for name in ("rows", "executor", "ray", "data"):

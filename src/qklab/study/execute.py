@@ -4,6 +4,7 @@ What is done is read from the run directories alone, so a study that was killed 
 runs are skipped, broken ones resumed from their checkpoints, none is done twice.
 """
 
+import math
 import shutil
 import signal
 import threading
@@ -43,6 +44,7 @@ from qklab.train.resume import refuse_other_spec
 from qklab.train.signals import StopRequest
 from qklab.train.spec import RunSpec
 
+SLACK = 1.1  # by how much longer than others a run may take
 POLL = 0.1  # seconds that the executor is waited for at a time
 SHOW = 0.5  # seconds between looks at how far the runs are
 FETCH = 15.0  # seconds between looks at the URL, where the study has one
@@ -59,7 +61,8 @@ class StudyInterrupted(StudyError):  # noqa: N818
 class Study:
     """A study in its folder: study.json says what it is, runs/ holds its runs.
 
-    With `remote`, whose local folder must be this one, all of it lives at a URL.
+    With `remote`, whose local folder must be this one, all of it lives at a URL. With `minutes` only what can end in
+    that time is begun, so that a study can grow over many short jobs.
     """
 
     def __init__(
@@ -71,7 +74,11 @@ class Study:
         execution: Mapping[str, Any] | None = None,
         remote: RemoteStudy | None = None,
         asked: Mapping[str, Any] | None = None,
+        minutes: float | None = None,
     ):
+        if minutes is not None and not 0 < minutes < 1e6:
+            raise StudyError(f"minutes must be a number above 0, but {minutes:g} came.")
+        self.until = None if minutes is None else time.monotonic() + 60 * minutes
         self.spec, self.folder, self.remote, self.asked = spec, folder.absolute(), remote, dict(asked or {})
         self.data = None if data is None else data.absolute()
         self.execution = {"keep": 1} | dict(execution or {})
@@ -244,8 +251,15 @@ class Study:
             while waiting or active:
                 if stop.came is not None:
                     raise StudyInterrupted(f"stopped by {stop.came}; the same command continues.")
+                self.refuse_overtime(self.seconds_left() <= 0)
                 while executor.free and (waiting or self.add_certain_runs(waiting, active)):
                     runs, together = self.take_group(waiting, executor.slots)
+                    while len(runs) > 1 and not together and self.estimate_seconds(runs) > self.seconds_left():
+                        waiting.appendleft(runs.pop())
+                    if self.estimate_seconds(runs) > self.seconds_left():
+                        waiting.extendleft(reversed(runs))
+                        self.refuse_overtime(not active)
+                        break
                     active |= {run.name: run for run in runs}
                     with explain_file_errors():
                         executor.submit(self.make_unit(runs, executor, together))
@@ -258,6 +272,23 @@ class Study:
             if active:
                 self.stop(executor, len(active), display)
         return [result for run in planned if (result := self.find_result(run)) is not None]
+
+    def seconds_left(self) -> float:
+        return math.inf if self.until is None else self.until - time.monotonic()
+
+    def estimate_seconds(self, runs: Sequence[PlannedRun]) -> float:
+        """How long these runs take in one process, by what runs of their arm took, or all; 0 where none has ended."""
+        alike = [result for run, result in self.results.items() if run.arm == runs[0].arm] or self.results.values()
+        taken = [result.process_seconds for result in alike]
+        return SLACK * len(runs) * sum(taken) / len(taken) if taken else 0.0
+
+    def refuse_overtime(self, over: bool) -> None:
+        """End where the time is over, or where nothing is under way and what comes next would not end in time."""
+        if over:
+            raise StudyInterrupted(
+                f"{len(self.results)} of {count_runs(self.spec)} runs are done and the minutes are over; the same "
+                "command continues."
+            )
 
     def add_certain_runs(self, waiting: deque[PlannedRun], active: Mapping[str, PlannedRun]) -> bool:
         """Let runs of the second phase wait for the room that the first leaves."""

@@ -23,7 +23,7 @@ from qklab.runs.directory import RunError
 from qklab.schema import describe_change
 from qklab.train.checkpoint import Checkpoint, Snapshot
 from qklab.train.evaluate import Evaluation, EvaluationSums, evaluate_windows
-from qklab.train.machine import Machine
+from qklab.train.machine import Machine, measure_total_memory
 from qklab.train.objective import Objective
 from qklab.train.parallel import should_compile
 from qklab.train.spec import ExecutionSpec, RunSpec
@@ -41,7 +41,8 @@ from qklab.train.trainer import (
 LARGEST = 40_000_000  # parameters of a run that leaves a GPU idle: larger ones follow each other
 MEMORY_SHARE = 0.4
 STATE_BYTES = 18  # a parameter
-ACTIVATIONS, KEPT_MLP = 16, 4  # numbers kept for each token and layer, in units of the width and of the MLP's
+# numbers kept for each token and layer, in units of the width and of the MLP's: a little more than nano and mini took
+ACTIVATIONS, KEPT_MLP = 10, 3
 WARM_UP = 3  # steps before one is recorded as a CUDA graph: by then everything is compiled and allocated
 
 
@@ -246,3 +247,9 @@ def refuse_population(specs: Sequence[RunSpec], machine: Machine) -> None:
                 )
     if reason := explain_solo(specs[0]):
         raise RunError(f"this run cannot be part of a population: {reason}; train it alone.")
+    each, total = estimate_bytes(specs[0]), measure_total_memory(machine.device)
+    if len(specs) * each > total:
+        raise RunError(
+            f"a population of {len(specs)} needs about {len(specs) * each / 2**30:,.1f} GiB and the "
+            f"{machine.device.type} has {total / 2**30:,.1f}; train at most {max(1, int(total // each))} together."
+        )

@@ -36,7 +36,7 @@ def read_sentences() -> list[tuple[str, str]]:
     for path in sorted(SOURCE.rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
-        bodies = [node.body for node in ast.walk(tree) if hasattr(node, "body") and isinstance(node.body, list)]
+        bodies = [body for node in ast.walk(tree) if isinstance(body := getattr(node, "body", None), list)]
         docs = {id(body[0].value) for body in bodies if body and isinstance(body[0], ast.Expr)}
         for node in ast.walk(tree):
             if isinstance(node, ast.JoinedStr):

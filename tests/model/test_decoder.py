@@ -142,7 +142,7 @@ def test_a_decoder_folds(share: str) -> None:
     assert sum(parameter.numel() for parameter in folded.parameters()) == folded.spec.parameters()
 
 
-@every_other_model
+@pytest.mark.parametrize("name", ["(Q,K=V) leapfrog gqa", "learned positions", "MLA"])
 def test_compiled_models_take_any_length(name: str) -> None:
     decoder = model(name, layers=1)
     torch._dynamo.reset()

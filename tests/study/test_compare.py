@@ -156,17 +156,18 @@ def test_compiling_is_the_studys_to_decide() -> None:
 def test_what_is_compared_stays(tmp_path: Path) -> None:
     asked = ComparisonRequest(arms=("k=v",), minutes=3.0, final_tokens=0)
     record = StudyRecord(compare.make_study("pico", asked, 512), [], dataclasses.asdict(asked.fill_defaults()))
-    same = ({}, {"texts": ("stdlib",), "arms": ("k=v", "standard"), "size": "pico"}, {"minutes": 3.0, "seeds": 5})
-    for request in same:
-        compare.refuse_other_request(record, tmp_path, ComparisonRequest(**request))
-    for other, told in (
+    same: dict[str, Any] = {"texts": ("stdlib",), "arms": ("k=v", "standard"), "size": "pico"}
+    for request in (ComparisonRequest(), ComparisonRequest(**same), ComparisonRequest(minutes=3.0, seeds=5)):
+        compare.refuse_other_request(record, tmp_path, request)
+    others: list[tuple[dict[str, Any], str]] = [
         ({"texts": ("other",)}, "texts stdlib, but other came"),
         ({"arms": ("qk-norm",)}, "arms k=v, standard, but qk-norm, standard came"),
         ({"size": "nano"}, "a size pico, but nano came"),
         ({"final_tokens": 9}, "final_tokens 0, but 9 came"),
         ({"minutes": 5.0}, "of minutes=3, but minutes=5 came; .* leave --minutes out, .* --continue, .* --out"),
         ({"seeds": 6}, "of seeds=5, but seeds=6 came; .* leave --seeds out, .* --continue, .* --out"),
-    ):
+    ]
+    for other, told in others:
         with pytest.raises(StudyError, match=told):
             compare.refuse_other_request(record, tmp_path, ComparisonRequest(**other))
 

@@ -1,13 +1,17 @@
 """Many ranks compute what one computes, a run may change hands between them, and all of them learn of an error."""
 
+import multiprocessing
 import os
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 from tiny import Settings, losses, train_until
+from torch.distributed import TCPStore
 
+from qklab.data.batches import Batch, Batches
 from qklab.runs import RunDirectory, RunError, files
-from qklab.testing.processes import run_on_ranks
+from qklab.testing.processes import finish_process, run_on_ranks, start_process
 from qklab.train.launch import train
 from qklab.train.load import load_model
 from qklab.train.ranks import call_on_all_ranks, call_on_first_rank, own_rank, sum_over_ranks
@@ -121,3 +125,37 @@ def test_what_the_disk_refuses_the_first_rank_all_ranks_say(file: str, settings:
     said = run_on_ranks(2, train_on_full_disk, *settings(), tmp_path / "run", file)
     sentence = f"the run stopped because of a file ({tmp_path / 'run' / file}): no space left on device; "
     assert said == 2 * [sentence + "what was saved before is still there, mend this and run the same command again."]
+
+
+def train_as_rank(
+    rank: int, port: int, spec: RunSpec, execution: ExecutionSpec, folder: Path, said: Connection
+) -> None:
+    """As torchrun starts it; the first rank cannot read its third batch."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"})
+    plain = Batches._prepare
+
+    def prepare(self: Batches, step: int) -> Batch:
+        if rank == 0 and step == 3:
+            raise OSError(5, "Input/output error", "train-00000.bin")
+        return plain(self, step)
+
+    Batches._prepare = prepare  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        train(spec, folder, execution)
+    except RunError as error:
+        said.send(str(error))
+
+
+def test_what_only_the_first_rank_meets_the_others_say_at_once(settings: Settings, tmp_path: Path) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes = [multiprocessing.Pipe(duplex=False) for _ in range(2)]
+    ranks = [
+        start_process(train_as_rank, rank, store.port, *settings(), tmp_path / "run", theirs)
+        for rank, (_, theirs) in enumerate(pipes)
+    ]
+    told = [ours.recv() if ours.poll(100) else None for ours, _ in pipes]
+    assert [finish_process(process) for process in ranks] == [0, 0]
+    assert told[0] == told[1]
+    assert told[0].startswith("the run stopped because of a file (train-00000.bin): input/output error; ")

@@ -2,8 +2,8 @@
 
 import time
 import uuid
-from collections.abc import Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from qklab.train.mend import (
 )
 from qklab.train.population import PopulationTrainer, refuse_population
 from qklab.train.progress import Display, format_duration
-from qklab.train.ranks import call_on_first_rank
+from qklab.train.ranks import call_on_first_rank, share_failures
 from qklab.train.recorder import RunRecorder
 from qklab.train.resume import read_begun_run, refuse_other_data, refuse_other_spec
 from qklab.train.signals import StopRequest
@@ -86,18 +86,29 @@ def train_population(
     machine = Machine.open(execution)
     display = display if display is not None and machine.main else Display()
     try:
-        specs = [choose_precision(spec, machine) for spec in specs]
-        if len(specs) != 1:
-            refuse_population(specs, machine)
-        refuse_too_large(specs[0], execution, machine)
-        if machine.device.type == "cpu" and (specs[0].precision == "bf16" or specs[0].optimiser.kind == "muon"):
-            work_around_bf16(display.say)
-        directories = [RunDirectory(folder) for folder in folders]
-        with ExitStack() as held:
-            for directory in directories:
-                held.enter_context(directory)
-                call_on_first_rank(lambda directory=directory: directory.lock() and None)
-            return train_in(directories, specs, execution, machine, data, display)
+        with share_failures(), explain_failures():
+            specs = [choose_precision(spec, machine) for spec in specs]
+            if len(specs) != 1:
+                refuse_population(specs, machine)
+            refuse_too_large(specs[0], execution, machine)
+            if machine.device.type == "cpu" and (specs[0].precision == "bf16" or specs[0].optimiser.kind == "muon"):
+                work_around_bf16(display.say)
+            directories = [RunDirectory(folder) for folder in folders]
+            with ExitStack() as held:
+                for directory in directories:
+                    held.enter_context(directory)
+                    call_on_first_rank(lambda directory=directory: directory.lock() and None)
+                return train_in(directories, specs, execution, machine, data, display)
+    finally:
+        display.close()
+        machine.close()
+
+
+@contextmanager
+def explain_failures() -> Iterator[None]:
+    """A disk that refuses, and too little memory, as one sentence."""
+    try:
+        yield
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         raise RunError(
@@ -111,9 +122,6 @@ def train_population(
             "there is not enough memory for this run; fewer execution.rows take less, and so does execution.recompute; "
             "what was saved before is still there."
         ) from error
-    finally:
-        display.close()
-        machine.close()
 
 
 def choose_precision(spec: RunSpec, machine: Machine) -> RunSpec:

@@ -4,13 +4,19 @@ Without a process group there is one rank, and these do nothing but call.
 """
 
 import pickle
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from qklab.runs.directory import RunError
+
 T = TypeVar("T")
+FAILURE = "qklab/failure"
+BROKEN = re.compile("connection (closed|reset)|broken pipe|socket", re.IGNORECASE)
 
 
 def count_ranks() -> int:
@@ -74,3 +80,31 @@ def sum_over_ranks(*values: float) -> list[float]:
     if count_ranks() > 1:
         dist.all_reduce(tensor)
     return tensor.tolist()
+
+
+@contextmanager
+def share_failures() -> Iterator[None]:
+    """Let the other ranks say what one of them failed with, instead of that their connection to it broke."""
+    store: Any = None
+    if count_ranks() > 1:
+        with suppress(Exception):  # a private name of torch's, and this is only for a better sentence
+            store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+    try:
+        yield
+    except ValueError as error:
+        if store is not None:
+            with suppress(Exception):
+                store.set(FAILURE, str(error))
+        raise
+    except RuntimeError as error:
+        if count_ranks() == 1 or not BROKEN.search(str(error)):
+            raise
+        raise RunError(read_failure(store) or "another rank has stopped, and says why.") from error
+
+
+def read_failure(store: Any) -> str | None:
+    """What a rank that failed said, where that can still be read."""
+    with suppress(Exception):
+        if store is not None and store.check([FAILURE]):
+            return store.get(FAILURE).decode()
+    return None

@@ -24,7 +24,7 @@ from small_study import (
 from qklab.study import execute
 from qklab.study.answer import write_answer
 from qklab.study.execute import Study, StudyInterrupted
-from qklab.study.executors import RunTask, Unit
+from qklab.study.executors import RunTask, Unit, WorkerSlots
 from qklab.study.metrics import find_metric
 from qklab.study.plan import PlannedRun, plan_tuning_runs
 from qklab.study.progress import measure_run_progress
@@ -69,6 +69,17 @@ def test_runs_of_an_arm_go_together_where_that_is_asked_for(
         assert before is not None
         assert result.value(find_metric("loss")) == pytest.approx(before.value(find_metric("loss")), rel=1e-4)
         assert result.process_seconds < result.summary["seconds_of_last_process"]["all"]
+
+
+def test_an_arm_that_cannot_go_together_is_told_once(corpus: str, tmp_path: Path) -> None:
+    spec = small_spec(corpus)
+    dropping = spec.replace(base=spec.base | {"model": spec.base["model"] | {"dropout": 0.1}})
+    display, gpu = RecordingDisplay(), WorkerSlots(1, 1, (0,))
+    with Study(dropping, tmp_path / "s").open() as study:
+        for run in plan_tuning_runs(dropping):
+            study.say_why_alone(run, gpu, display)
+            study.say_why_alone(run, WorkerSlots(1, 1), display)
+    assert display.count("is trained run by run: members with dropout") == 2  # two arms
 
 
 def test_with_minutes_only_what_can_end_in_time_is_begun(

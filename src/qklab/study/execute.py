@@ -38,7 +38,7 @@ from qklab.study.records import (
 from qklab.study.remote import RemoteStudy
 from qklab.study.spec import StudyError, StudySpec, canonicalise
 from qklab.train.launch import EXIT_CODES
-from qklab.train.population import choose_population_size, describe_shape
+from qklab.train.population import choose_population_size, describe_shape, explain_solo
 from qklab.train.progress import Display, format_duration
 from qklab.train.resume import refuse_other_spec
 from qklab.train.signals import StopRequest
@@ -85,6 +85,7 @@ class Study:
         self.results: dict[PlannedRun, RunResult] = {}
         self.specs: dict[PlannedRun, RunSpec] = {}
         self.progress, self.fetched, self.told_pace = StudyProgress(), 0.0, False
+        self.told_alone: set[str] = set()
 
     # The folder
 
@@ -260,6 +261,7 @@ class Study:
                         waiting.extendleft(reversed(runs))
                         self.refuse_overtime(not active)
                         break
+                    self.say_why_alone(runs[0], executor.slots, display)
                     active |= {run.name: run for run in runs}
                     with explain_file_errors():
                         executor.submit(self.make_unit(runs, executor, together))
@@ -314,6 +316,14 @@ class Study:
         for run in group:
             waiting.remove(run)
         return group, together > 1
+
+    def say_why_alone(self, run: PlannedRun, slots: WorkerSlots, display: Display) -> None:
+        """Say once of an arm that its runs cannot be trained as one model, where others are."""
+        if self.execution.get("population", "auto") == "off" or not slots.gpus or run.arm in self.told_alone:
+            return
+        self.told_alone.add(run.arm)
+        if reason := explain_solo(self.resolve(run)):
+            display.say(f"{run.arm} is trained run by run: {reason}.")
 
     def make_unit(self, runs: Sequence[PlannedRun], executor: Executor, together: bool = False) -> Unit:
         """The unit of work of these runs, which go in one process."""

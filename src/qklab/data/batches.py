@@ -3,13 +3,13 @@
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from qklab.data.order import Order, Windows
+from qklab.data.order import Windows
 from qklab.data.shards import Split
 
 IGNORED = -100
@@ -42,10 +42,18 @@ def make_batch(windows: Windows) -> Batch:
     return Batch(ids[..., :-1].contiguous(), ids[..., 1:].contiguous(), segments)
 
 
+class WindowSource(Protocol):
+    """What `Order` is: rows of every step, the same whoever asks."""
+
+    def samples(self, step: int, rank: int = 0, world: int = 1) -> range: ...
+
+    def rows(self, step: int, rank: int = 0, world: int = 1) -> Windows: ...
+
+
 class Batches:
     """Steps `start`, `start` + 1, … of one rank, each prepared by a thread while the ones before are computed."""
 
-    def __init__(self, order: Order, start: int, rank: int, world: int, device: torch.device, ahead: int = 4):
+    def __init__(self, order: WindowSource, start: int, rank: int, world: int, device: torch.device, ahead: int = 4):
         order.samples(start, rank, world)  # raises here rather than in the thread
         self.order, self.rank, self.world, self.device = order, rank, world, device
         self.thread = ThreadPoolExecutor(1, "batches")

@@ -267,8 +267,8 @@ class Decoder(nn.Module):
             layers[0].fold()  # says why not
         plain = Decoder(self.spec.replace(attention=tuple(layer.spec for layer in layers)), seed=0)
         plain.to(self.embed.weight).load_state_dict(self.state_dict(), strict=False)
-        for block, attention in zip(plain.blocks, layers, strict=True):
-            block.attention.load_state_dict(attention.state_dict())
+        for layer, attention in enumerate(layers):
+            plain.attention(layer).load_state_dict(attention.state_dict())
         return plain.train(self.training)
 
     generate = generate

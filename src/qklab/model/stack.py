@@ -1,8 +1,8 @@
 """Many models of one shape as one model: parameters [S, …] under the names they have in each, rows S·B in between.
 
 Only what holds parameters knows of members. A leaf of torch becomes its stacked form here; a module of ours that says
-`members: int | None = None` takes parameters with one more axis in front once it is told how many there are. All else
-works on rows, whosever they are.
+`members: int | None = None` takes parameters with one more axis in front once it is told how many there are; a coupling
+or norm that does not is mapped over its parameters. All else works on rows, whosever they are.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,11 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from qklab.attention.couple import Coupling
 from qklab.attention.layer import Attention
+from qklab.attention.norm import Normalisation
 from qklab.model.decoder import Decoder, RMSNorm
 from qklab.ops.members import spread_members
 
@@ -60,6 +62,23 @@ class StackedLayerNorm(nn.LayerNorm):
         y = F.layer_norm(input.to(self.weight.dtype), self.normalized_shape, None, None, self.eps)
         y = y * spread_members(self.weight, len(self.weight), len(input), 1)
         return y if self.bias is None else y + spread_members(self.bias, len(self.weight), len(input), 1)
+
+
+class MappedModule(nn.Module):
+    """Couplings and norms of other packages, which know nothing of members: torch's vmap over their parameters."""
+
+    plain: list[nn.Module]  # one member's module, for its code; in a list, so that it is no part of this one
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        parameters = dict(self.named_parameters())
+        members = len(next(iter(parameters.values())))
+
+        def call(own: dict[str, Tensor], *given: Tensor) -> tuple[Tensor, Tensor]:
+            return functional_call(self.plain[0], own, given)
+
+        rows = (x.unflatten(0, (members, -1)) for x in (q, k))
+        q, k = torch.vmap(call)(parameters, *rows)
+        return q.flatten(0, 1), k.flatten(0, 1)
 
 
 class StackedAttention(Attention):
@@ -122,13 +141,33 @@ def stack(models: Sequence[Model]) -> Model:
             together = torch.stack([owner[name].detach() for owner in owners])
             tied[id(parameter)] = nn.Parameter(together, parameter.requires_grad)
         replace_parameter(stacked, name, tied[id(parameter)])
-    for module in stacked.modules():
-        if type(module) in LEAVES:
+    stack_modules(stacked, dict(models[0].named_modules()), len(models))
+    stacked.__class__ = MODELS[type(stacked)]  # pyright: ignore[reportAttributeAccessIssue]
+    return stacked
+
+
+def stack_modules(stacked: nn.Module, plain: dict[str, nn.Module], members: int) -> None:
+    """Give every module that holds parameters the form that knows members."""
+    mapped = [name for name, module in plain.items() if is_mapped(module)]
+    for name, module in stacked.named_modules():
+        if name in mapped:
+            module.__class__ = type(module.__class__.__name__, (MappedModule, module.__class__), {})
+            module.__dict__["plain"] = [deepcopy(plain[name])]
+        elif any(name.startswith(f"{outer}.") for outer in mapped):
+            continue
+        elif type(module) in LEAVES:
             module.__class__ = LEAVES[type(module)]
         elif hasattr(module, "members"):
-            module.members = len(models)
-    stacked.__class__ = MODELS[type(stacked)]
-    return stacked
+            module.__dict__["members"] = members
+
+
+def is_mapped(module: nn.Module) -> bool:
+    """Whether a module takes q and k and nothing else, holds parameters, and does not know members."""
+    if not any(True for _ in module.parameters()):
+        return False
+    if isinstance(module, Coupling):
+        return not module.fuses
+    return isinstance(module, Normalisation) and not hasattr(module, "members")
 
 
 def unstack(stacked: Model) -> list[Model]:
@@ -145,11 +184,14 @@ def view_member(stacked: Model, member: int) -> Model:
         if id(parameter) not in tied:
             tied[id(parameter)] = nn.Parameter(parameter.detach()[member], parameter.requires_grad)
         replace_parameter(plain, name, tied[id(parameter)])
-    for module in plain.modules():
-        if type(module) in PLAIN:
+    for module in list(plain.modules()):
+        if isinstance(module, MappedModule):
+            module.__class__ = module.__class__.__mro__[2]
+            del module.__dict__["plain"]
+        elif type(module) in PLAIN:
             module.__class__ = PLAIN[type(module)]
         if hasattr(module, "members"):
-            module.members = None
+            module.__dict__["members"] = None
     return plain
 
 
@@ -163,7 +205,8 @@ def count_members(stacked: nn.Module) -> int:
 def check_models(models: Sequence[nn.Module]) -> None:
     if not models:
         raise StackError("a stacked model needs at least one member, but none came.")
-    first = models[0]
+    first: Any = models[0]
+    model: Any
     for model in models:
         if type(model) not in MODELS:
             known = " or ".join(kind.__name__ for kind in MODELS)
@@ -182,12 +225,15 @@ def check_models(models: Sequence[nn.Module]) -> None:
 def list_unstackable(model: nn.Module) -> list[str]:
     """What keeps a model from being stacked: dropout, and modules of which no stacked form is known."""
     reasons = []
-    for module in model.modules():
+    mapped = [name for name, module in model.named_modules() if is_mapped(module)]
+    for name, module in model.named_modules():
+        if any(name == outer or name.startswith(f"{outer}.") for outer in mapped):
+            continue
         if isinstance(module, nn.Dropout) and module.p:
             reasons.append("members with dropout would draw other masks than alone")
         if not list(module.parameters(recurse=False)) or type(module) in LEAVES:
             continue
-        if not hasattr(module, "members") or (isinstance(module, Coupling) and not module.fuses):
+        if not hasattr(module, "members"):
             reasons.append(f"{type(module).__name__} does not say how its parameters take members")
     return sorted(set(reasons))
 

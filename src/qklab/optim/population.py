@@ -65,12 +65,8 @@ class PopulationOptimiser:
         speeds, shrinks = ({}, {}) if self.control is None else self.control.find_factors(skip)
         weights = {name: parameter.detach() for name, parameter in self.parameters.items()}
         self.steps += ~skip
-        update_adamw(
-            *pick(self.rest, weights, gradients, self.state["exp_avg"], self.state["exp_avg_sq"], self.decays),
-            *pick(self.rest, speeds, shrinks),
-            self.adamw_numbers(clips, lrs),
-            skip,
-        )
+        tables = (weights, gradients, self.state["exp_avg"], self.state["exp_avg_sq"], self.decays, speeds, shrinks)
+        update_adamw(*pick(self.rest, *tables), numbers=self.adamw_numbers(clips, lrs), skip=skip)
         if self.orthogonal:
             fuse(update_muon, self.device)(
                 *pick(self.orthogonal, weights, gradients, self.state["momentum_buffer"], speeds, shrinks),

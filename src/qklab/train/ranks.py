@@ -88,7 +88,7 @@ def share_failures() -> Iterator[None]:
     store: Any = None
     if count_ranks() > 1:
         with suppress(Exception):  # a private name of torch's, and this is only for a better sentence
-            store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+            store = dist.distributed_c10d._get_default_store()
     try:
         yield
     except ValueError as error:

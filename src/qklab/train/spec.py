@@ -84,10 +84,10 @@ def sink_names(value: Any) -> Any:
 
 
 def population_size(value: Any) -> Any:
-    whole = isinstance(value, int) and not isinstance(value, bool)
     if isinstance(value, str) and value.isdecimal():
-        value, whole = int(value), True
-    if value not in ("auto", "off") and not (whole and value >= 1):
+        value = int(value)
+    whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if value not in ("auto", "off") and not whole:
         raise ValueError("must be auto, off, or a whole number of at least 1")
     return value
 

@@ -63,7 +63,7 @@ def test_the_time_decides_size_and_tokens(quick: None) -> None:
 def test_the_largest_size_that_gets_ten_tokens_a_parameter(quick: None) -> None:
     found = {minutes: plan(minutes=minutes) for minutes in (60, 200, 2000, 6000)}
     assert [one.size for one in found.values()] == ["pico", "nano", "micro", "mini"]
-    ladder = list(compare.SIZES)
+    ladder = list(sizes.SIZES)
     for minutes, one in found.items():
         assert one.tokens_per_parameter >= 10
         assert plan(minutes=minutes, size=ladder[ladder.index(one.size) + 1]).tokens_per_parameter < 10
@@ -75,15 +75,15 @@ def test_the_arms_speed_is_that_of_all_runs_at_once(quick: None) -> None:
 
 
 def test_a_size_that_is_asked_for_is_taken(quick: None) -> None:
-    assert compare.find_size(plan(minutes=1, size="nano").study) == "nano"
+    assert sizes.find_size(plan(minutes=1, size="nano").study) == "nano"
     with pytest.raises(StudyError, match=r"size must be one of .*did you mean 'nano'"):
         plan(size="nanoo")
 
 
 def test_every_arm_is_a_legal_run_at_every_size_and_none_is_another(quick: None) -> None:
-    for size in compare.SIZES:
+    for size in sizes.SIZES:
         study = plan(arms=tuple(compare.list_arms()), size=size).study
-        assert compare.find_size(study) == size
+        assert sizes.find_size(study) == size
         study.refuse_illegal()
         runs = [study.run(arm, "stdlib", study.lrs[0], 0) for arm in study.arms]
         assert len({json.dumps(run.to_dict(), sort_keys=True) for run in runs}) == len(compare.list_arms())
@@ -126,9 +126,9 @@ def test_populations_share_a_gpu_and_larger_runs_do_not() -> None:
         return compare.make_study(size, ComparisonRequest(), 2**20).run("standard", "stdlib", 1e-3, 0)
 
     gpus = WorkerSlots(2, 8, (0, 1))
-    assert compare.share_gpus(gpus, run("pico"), None) == WorkerSlots(4, 4, (0, 1))
-    assert compare.share_gpus(gpus, run("124m"), None) == compare.share_gpus(gpus, run("pico"), 2) == gpus
-    assert compare.share_gpus(TWO, run("pico"), None) == TWO
+    assert sizes.share_gpus(gpus, run("pico"), None) == WorkerSlots(4, 4, (0, 1))
+    assert sizes.share_gpus(gpus, run("124m"), None) == sizes.share_gpus(gpus, run("pico"), 2) == gpus
+    assert sizes.share_gpus(TWO, run("pico"), None) == TWO
 
 
 def test_on_a_gpu_every_seed_tries_every_learning_rate(quick: None) -> None:
@@ -219,7 +219,7 @@ def test_the_page_has_every_arm_and_size_and_its_file_is_a_study() -> None:
     flat = " ".join(PAGE.split())
     assert f"Arms by name: {', '.join(compare.list_arms())}." in flat
     assert f"{', '.join(compare.DEFAULT[:-1])} and {compare.DEFAULT[-1]}" in flat
-    assert re.findall(r"^\| (\w+) \| \d+ × \d+ \|", PAGE, re.MULTILINE) == list(compare.SIZES)
+    assert re.findall(r"^\| (\w+) \| \d+ × \d+ \|", PAGE, re.MULTILINE) == list(sizes.SIZES)
     (file,) = re.findall(r"^```toml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     StudySpec.from_dict(tomllib.loads(file)).refuse_illegal()
 
@@ -342,7 +342,7 @@ def test_text_as_it_comes_gets_an_answer(
         "attention": {"heads": 2},
         "corpus": {"tokenizer": "bytes"},
     }
-    monkeypatch.setitem(compare.SIZES, "pico", sizes.Size(tiny | {"batch": {"sequences": 2}}, (1e-2,)))
+    monkeypatch.setitem(sizes.SIZES, "pico", sizes.Size(tiny | {"batch": {"sequences": 2}}, (1e-2,)))
     words = write(tmp_path / "text")
     asked = ("compare", *words, "--arms", "k=v", "--minutes", "0.001", "--seeds", "2", "--final-tokens", "64")
     code, out, err = called(capsys, *asked, "--size", "pico")

@@ -22,7 +22,7 @@ from qklab.data.spec import DataError
 from qklab.study import compare, sizes
 from qklab.study.compare import ComparisonPlan, ComparisonRequest
 from qklab.study.executors import WorkerSlots
-from qklab.study.plan import count_runs, plan_tuning_runs
+from qklab.study.plan import PlannedRun, count_runs, plan_tuning_runs
 from qklab.study.records import Analyses, StudyRecord
 from qklab.study.spec import StudyError, StudySpec
 from qklab.train.spec import RunSpec
@@ -57,6 +57,9 @@ def test_the_time_decides_size_and_tokens(quick: None) -> None:
     assert "35 runs of pico (0.394 M parameters)" in said[1]
     assert f"{small.tokens_per_parameter:.2g} a parameter" in said[1]
     assert "fewer than the 10" in said[2]
+    with pytest.MonkeyPatch.context() as patch:  # no larger size is measured in vain
+        patch.setattr(sizes, "measure_step", lambda run, *_: {64: 0.01}[run.model.width])
+        assert plan(minutes=5).size == "pico"
     assert plan(minutes=10).tokens > 2 * small.tokens
 
 
@@ -185,7 +188,9 @@ def test_continuing_asks_once_and_after_what_is_planned(tmp_path: Path) -> None:
     assert extend(record).spec.seeds == 3  # what is planned comes first
     more = extend(record, minutes=0.1)  # twelve runs' time: the four that are planned, and two seeds of four
     assert (more.spec.seeds, more.asked["continued"]) == (3 + 4, 0.1)
-    assert extend(more, minutes=0.1).spec.seeds == 7  # interrupted and asked again
+    for arm in study.arms:
+        fabricate(study, tmp_path, PlannedRun("stdlib", arm, study.lrs[0], 1))
+    assert extend(more, minutes=0.1).spec.seeds == 7  # interrupted and asked again, though there is more time now
     Analyses().add(7, 2, "").write(tmp_path)
     assert extend(more, minutes=0.1).spec.seeds == 7 + 6
     assert extend(more, minutes=1e-6).spec.seeds == 8  # at least one

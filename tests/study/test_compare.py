@@ -22,7 +22,7 @@ from qklab.data.spec import DataError
 from qklab.study import compare, sizes
 from qklab.study.compare import ComparisonPlan, ComparisonRequest
 from qklab.study.executors import WorkerSlots
-from qklab.study.plan import count_runs, plan_tuning_runs
+from qklab.study.plan import PlannedRun, count_runs, plan_tuning_runs
 from qklab.study.records import Analyses, StudyRecord
 from qklab.study.spec import StudyError, StudySpec
 from qklab.train.spec import RunSpec
@@ -57,13 +57,16 @@ def test_the_time_decides_size_and_tokens(quick: None) -> None:
     assert "35 runs of pico (0.394 M parameters)" in said[1]
     assert f"{small.tokens_per_parameter:.2g} a parameter" in said[1]
     assert "fewer than the 10" in said[2]
+    with pytest.MonkeyPatch.context() as patch:  # no larger size is measured in vain
+        patch.setattr(sizes, "measure_step", lambda run, *_: {64: 0.01}[run.model.width])
+        assert plan(minutes=5).size == "pico"
     assert plan(minutes=10).tokens > 2 * small.tokens
 
 
 def test_the_largest_size_that_gets_ten_tokens_a_parameter(quick: None) -> None:
     found = {minutes: plan(minutes=minutes) for minutes in (60, 200, 2000, 6000)}
     assert [one.size for one in found.values()] == ["pico", "nano", "micro", "mini"]
-    ladder = list(compare.SIZES)
+    ladder = list(sizes.SIZES)
     for minutes, one in found.items():
         assert one.tokens_per_parameter >= 10
         assert plan(minutes=minutes, size=ladder[ladder.index(one.size) + 1]).tokens_per_parameter < 10
@@ -75,15 +78,15 @@ def test_the_arms_speed_is_that_of_all_runs_at_once(quick: None) -> None:
 
 
 def test_a_size_that_is_asked_for_is_taken(quick: None) -> None:
-    assert compare.find_size(plan(minutes=1, size="nano").study) == "nano"
+    assert sizes.find_size(plan(minutes=1, size="nano").study) == "nano"
     with pytest.raises(StudyError, match=r"size must be one of .*did you mean 'nano'"):
         plan(size="nanoo")
 
 
 def test_every_arm_is_a_legal_run_at_every_size_and_none_is_another(quick: None) -> None:
-    for size in compare.SIZES:
+    for size in sizes.SIZES:
         study = plan(arms=tuple(compare.list_arms()), size=size).study
-        assert compare.find_size(study) == size
+        assert sizes.find_size(study) == size
         study.refuse_illegal()
         runs = [study.run(arm, "stdlib", study.lrs[0], 0) for arm in study.arms]
         assert len({json.dumps(run.to_dict(), sort_keys=True) for run in runs}) == len(compare.list_arms())
@@ -126,9 +129,9 @@ def test_populations_share_a_gpu_and_larger_runs_do_not() -> None:
         return compare.make_study(size, ComparisonRequest(), 2**20).run("standard", "stdlib", 1e-3, 0)
 
     gpus = WorkerSlots(2, 8, (0, 1))
-    assert compare.share_gpus(gpus, run("pico"), None) == WorkerSlots(4, 4, (0, 1))
-    assert compare.share_gpus(gpus, run("124m"), None) == compare.share_gpus(gpus, run("pico"), 2) == gpus
-    assert compare.share_gpus(TWO, run("pico"), None) == TWO
+    assert sizes.share_gpus(gpus, run("pico"), None) == WorkerSlots(4, 4, (0, 1))
+    assert sizes.share_gpus(gpus, run("124m"), None) == sizes.share_gpus(gpus, run("pico"), 2) == gpus
+    assert sizes.share_gpus(TWO, run("pico"), None) == TWO
 
 
 def test_on_a_gpu_every_seed_tries_every_learning_rate(quick: None) -> None:
@@ -185,7 +188,9 @@ def test_continuing_asks_once_and_after_what_is_planned(tmp_path: Path) -> None:
     assert extend(record).spec.seeds == 3  # what is planned comes first
     more = extend(record, minutes=0.1)  # twelve runs' time: the four that are planned, and two seeds of four
     assert (more.spec.seeds, more.asked["continued"]) == (3 + 4, 0.1)
-    assert extend(more, minutes=0.1).spec.seeds == 7  # interrupted and asked again
+    for arm in study.arms:
+        fabricate(study, tmp_path, PlannedRun("stdlib", arm, study.lrs[0], 1))
+    assert extend(more, minutes=0.1).spec.seeds == 7  # interrupted and asked again, though there is more time now
     Analyses().add(7, 2, "").write(tmp_path)
     assert extend(more, minutes=0.1).spec.seeds == 7 + 6
     assert extend(more, minutes=1e-6).spec.seeds == 8  # at least one
@@ -219,7 +224,7 @@ def test_the_page_has_every_arm_and_size_and_its_file_is_a_study() -> None:
     flat = " ".join(PAGE.split())
     assert f"Arms by name: {', '.join(compare.list_arms())}." in flat
     assert f"{', '.join(compare.DEFAULT[:-1])} and {compare.DEFAULT[-1]}" in flat
-    assert re.findall(r"^\| (\w+) \| \d+ × \d+ \|", PAGE, re.MULTILINE) == list(compare.SIZES)
+    assert re.findall(r"^\| (\w+) \| \d+ × \d+ \|", PAGE, re.MULTILINE) == list(sizes.SIZES)
     (file,) = re.findall(r"^```toml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     StudySpec.from_dict(tomllib.loads(file)).refuse_illegal()
 
@@ -342,7 +347,7 @@ def test_text_as_it_comes_gets_an_answer(
         "attention": {"heads": 2},
         "corpus": {"tokenizer": "bytes"},
     }
-    monkeypatch.setitem(compare.SIZES, "pico", sizes.Size(tiny | {"batch": {"sequences": 2}}, (1e-2,)))
+    monkeypatch.setitem(sizes.SIZES, "pico", sizes.Size(tiny | {"batch": {"sequences": 2}}, (1e-2,)))
     words = write(tmp_path / "text")
     asked = ("compare", *words, "--arms", "k=v", "--minutes", "0.001", "--seeds", "2", "--final-tokens", "64")
     code, out, err = called(capsys, *asked, "--size", "pico")

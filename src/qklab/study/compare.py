@@ -143,6 +143,8 @@ def plan_comparison(
     say("measuring how fast this machine trains…")
     chosen: ComparisonPlan | None = None
     for name in [request.size] if request.size is not None else list(SIZES):
+        if chosen is not None and chosen.tokens_per_parameter < TOKENS_PER_PARAMETER:
+            break  # a larger one gets fewer still, and need not be measured
         plan = plan_size(name, request, slots, at_once)
         if chosen is not None and plan.tokens_per_parameter < TOKENS_PER_PARAMETER:
             break

@@ -17,6 +17,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from qklab.study.records import StudyRecord, read_study_record
+from qklab.study.spec import read_study
+
 POINTS = 100
 
 
@@ -77,7 +80,7 @@ def main(study: Path, folder: Path) -> None:
 
 
 def restore(folder: Path, study: Path) -> None:
-    """Write run.json and summary.json of every run that is kept, where the study has none."""
+    """Write study.json, and run.json and summary.json of every run that is kept and not there."""
     records = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
     for record in records:
         run = study / "runs" / record["place"]
@@ -85,8 +88,8 @@ def restore(folder: Path, study: Path) -> None:
             run.mkdir(parents=True, exist_ok=True)
             (run / "run.json").write_text(json.dumps(record["run"]))
             (run / "summary.json").write_text(json.dumps(record["summary"]))
-    if not (study / "study.json").exists():
-        shutil.copy(folder / "study.json", study / "study.json")
+    plan, data = read_study(folder / "study.toml"), read_study_record(folder).data
+    StudyRecord(plan, data).write(study)  # as its file is now: a grid may have been extended since
     print(f"{len(records)} runs are in {study}")
 
 

@@ -11,7 +11,7 @@ from tiny import Settings, losses, train_in_two
 from qklab.model import Decoder, recipe
 from qklab.runs import RunDirectory
 from qklab.testing.numerics import within_budget
-from qklab.train.launch import train
+from qklab.train.launch import train, train_population
 from qklab.train.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -85,3 +85,21 @@ def test_a_bad_step_is_skipped_by_the_device_itself(
     assert torch.equal(before[3], before[4])
     assert not torch.equal(before[4], before[5])
     assert [r["step"] for r in RunDirectory(tmp_path / "run").metrics("train")] == list(range(1, 13))
+
+
+@pytest.mark.parametrize("packing", ["packed", "contiguous"])
+def test_members_on_a_gpu_are_the_runs_they_would_be_alone(packing: str, settings: Settings, tmp_path: Path) -> None:
+    """Steps after the fourth are replayed from a CUDA graph, while another thread makes batches."""
+    spec, execution = settings(
+        batch={"packing": packing}, execution={"device": "cuda", "compile": "no", "checkpoint_steps": 5}
+    )
+    specs = [
+        spec.replace(seed=seed, optimiser=spec.optimiser.replace(lr=lr))
+        for seed, lr in ((0, 1e-3), (1, 1e-2), (0, 3e-3))
+    ]
+    folders = [tmp_path / f"{number}" for number in range(3)]
+    outcomes = train_population(specs, folders, execution)
+    assert [outcome.status for outcome in outcomes] == ["finished"] * 3
+    for one, folder in zip(specs, folders, strict=True):
+        alone = train(one, tmp_path / f"{folder.name}-alone", execution).folder
+        assert losses(folder) == pytest.approx(losses(alone), abs=0.02)

@@ -61,6 +61,7 @@ def test_gradients_and_compilation(covered: AttentionSpec, device: str) -> None:
 def test_the_grid_is_wide_and_its_names_tell_specs_apart() -> None:
     assert len(GRID) >= 150
     assert len({spec.name for spec in GRID}) == len(GRID)
+    assert all("stacking" in contracts_of(spec) for spec in GRID)
     assert set().union(*map(choices_of, COVERING)) == set().union(*map(choices_of, GRID))
     assert len(COVERING) < 40
 

@@ -14,7 +14,7 @@ from qklab.attention.layer import Attention
 from qklab.attention.spec import AttentionSpec
 from qklab.model.decoder import Decoder
 from qklab.model.spec import DecoderSpec
-from qklab.model.stack import stack, unstack
+from qklab.model.stack import list_unstackable, stack, unstack
 from qklab.testing.grid import randomise
 from qklab.testing.numerics import close, within_budget
 
@@ -187,8 +187,12 @@ CAUSAL_ONLY = {"causality", "cached_decoding", "left_padding", "cache_size"}
 
 
 def contracts_of(spec: AttentionSpec) -> list[str]:
-    """The promises this spec makes: those about order and caches only where it is causal."""
-    return [name for name in CONTRACTS if spec.causal or name not in CAUSAL_ONLY]
+    """The promises this spec makes: those about order and caches only where it is causal, and stacking only where
+    every mechanism says how its parameters take members, which another package's need not."""
+    left_out = set[str]() if spec.causal else set(CAUSAL_ONLY)
+    if list_unstackable(Attention(spec)):
+        left_out.add("stacking")
+    return [name for name in CONTRACTS if name not in left_out]
 
 
 def decoder_and_ids(spec: DecoderSpec, device: str) -> tuple[Decoder, Tensor]:

@@ -431,6 +431,9 @@ def test_progress_and_the_time_left(corpus: str, tmp_path: Path) -> None:
     (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n" + '{"kind": "evaluation"}\n{"kind": "tr')
     assert measure_run_progress(folder, study.resolve(plan[2])) == 0.5
     study.show_progress(plan[2:3], display)
+    assert " left " not in display.shown[-1][1]  # it has just begun to move; what came before was starting
+    study.progress.began, study.progress.given = time.monotonic() - 60.0, 2.0
+    study.show_progress(plan[2:3], display)
     done, line = display.shown[-1]
     assert done == pytest.approx((2 + 0.8 * 0.5) / 8)  # steps are 0.8 of a run's time
     assert line.startswith("2/8 runs · 14 min 0 s left · now standard")  # 0.4 runs a minute, 5.6 still to do

@@ -22,6 +22,7 @@ class StudyProgress:
     def __init__(self) -> None:
         self.began: float | None = None
         self.given = 0.0  # runs, and parts of runs, that were done before this process began
+        self.moving = False  # whether a run has got further: before that processes start and compile
 
     def begin(self, ended: int) -> None:
         """Now, with so many runs done; only the first call counts."""
@@ -36,6 +37,8 @@ class StudyProgress:
         shares = [measure_share_of_steps(result) for result in ended.values()]
         share = sum(shares) / len(shares) if shares else STEPS_OF_TIME
         done = len(ended) + share * sum(under_way.values())
+        if not self.moving and done > self.given:
+            self.moving, self.began, self.given = True, time.monotonic(), done
         fresh = done - self.given
         left = (time.monotonic() - self.began) * (total - done) / fresh if fresh > 0 else None
         still = f" · {format_duration(left)} left" if left is not None else ""

@@ -66,7 +66,7 @@ class Bench(Trainer):
         def run() -> None:
             self.optimiser = self.arms[name]
             for _ in range(steps):
-                self.step(batch, LR)
+                self.step(batch, [LR])
 
         return run
 

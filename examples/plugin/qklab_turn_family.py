@@ -1,7 +1,7 @@
 """A family of Transformers models that qklab does not know: converted, and under logit control, like its own."""
 
 from qklab import register
-from qklab.hf.families import SeparateProjections
+from qklab.hf.layout import SeparateProjections
 
 
 @register.family("arcee")  # the `model_type` of its configuration

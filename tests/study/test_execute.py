@@ -447,7 +447,7 @@ def test_an_arm_that_always_diverges_is_not_waited_for(corpus: str, tmp_path: Pa
         fabricate(spec, tmp_path, run, status="diverged" if run.arm == "k=v" else "finished")
     study, display = Study(spec, tmp_path), RecordingDisplay()
     study.list_unfinished(plan_tuning_runs(spec))
-    study.progress.began = time.monotonic() - 60.0
+    study.progress.began, study.progress.moving = time.monotonic() - 60.0, True
     study.show_progress([], display)
     assert display.shown[-1][1].startswith("4/6 runs · 30 s left")
     assert {run.arm for run in study.plan_certain_runs()} == {"standard"}

@@ -52,6 +52,7 @@ class CompareCommand:
         from qklab.study.execute import Study
         from qklab.study.executors.local import LocalExecutor
         from qklab.study.records import read_study_record
+        from qklab.study.sizes import share_gpus
         from qklab.train.progress import Terminal
 
         given = {"column": self.column, "encoding": self.encoding, "skip_bad": self.skip_bad or None}
@@ -65,7 +66,7 @@ class CompareCommand:
         if (folder / "study.json").exists():
             record = read_study_record(folder)
             began = record.spec.run(record.spec.baseline, record.spec.corpora[0], record.spec.lrs[0], 0)
-            executor.slots = compare.share_gpus(executor.slots, began, self.at_once)
+            executor.slots = share_gpus(executor.slots, began, self.at_once)
             if self.more:
                 record = compare.extend_comparison(record, folder, request, executor.slots)
             else:

@@ -70,7 +70,7 @@ class MappedModule(nn.Module):
     plain: list[nn.Module]  # one member's module, for its code; in a list, so that it is no part of this one
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        parameters = dict(self.named_parameters())
+        parameters: dict[str, Tensor] = dict(self.named_parameters())
         members = len(next(iter(parameters.values())))
 
         def call(own: dict[str, Tensor], *given: Tensor) -> tuple[Tensor, Tensor]:

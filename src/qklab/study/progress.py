@@ -51,7 +51,8 @@ class StudyProgress:
 
 def measure_share_of_steps(result: RunResult) -> float:
     """Which part of a run's time its training steps took."""
-    whole = result.process_seconds
+    summary = result.summary
+    whole = summary.get("seconds_of_last_process", {}).get("all", 0.0) / summary.get("population", 1)
     return min(1.0, result.seconds / whole) if whole > 0 else STEPS_OF_TIME
 
 

@@ -168,13 +168,11 @@ def losses_and_gradients(
         }
         block = max(16, triton.next_power_of_2(vocabulary))
         if block <= SHORT:
-            warps = max(4, block // SHORT_PER_WARP)
-            short_loss_kernel[(count,)](
-                *operands, n, tokens, padded, vocabulary, **choices, BLOCK=block, num_warps=warps
-            )
+            choices |= {"BLOCK": block, "num_warps": max(4, block // SHORT_PER_WARP)}
+            short_loss_kernel[(count,)](*operands, n, tokens, padded, vocabulary, **choices)
         else:
-            grid = (min(count, programs),)
-            loss_kernel[grid](*operands, count, n, tokens, padded, vocabulary, **choices, BLOCK=BLOCK, num_warps=WARPS)
+            choices |= {"BLOCK": BLOCK, "num_warps": WARPS}
+            loss_kernel[(min(count, programs),)](*operands, count, n, tokens, padded, vocabulary, **choices)
         if dx is not None:
             multiply(z, weight, out=dx[..., part, :])
         if dweight is not None:

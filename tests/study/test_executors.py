@@ -1,12 +1,13 @@
 """Executors: what a unit's process does, how the local executor begins units again, and what survives a kill."""
 
+import dataclasses
 import io
 import multiprocessing
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -375,11 +376,11 @@ def with_task(task: RunTask, **execution: Any) -> Unit:
 def test_a_resumed_run_keeps_its_number_of_threads(task: RunTask, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[int | None] = []
 
-    def record(spec: RunSpec, folder: Path, execution: ExecutionSpec, **_: Any) -> Outcome:
+    def record(specs: list[RunSpec], folders: list[Path], execution: ExecutionSpec, **_: Any) -> list[Outcome]:
         used.append(execution.threads)
-        return Outcome("interrupted", folder, None)
+        return [Outcome("interrupted", folder, None) for folder in folders]
 
-    monkeypatch.setattr(worker, "train", record)
+    monkeypatch.setattr(worker, "train_population", record)
     assert perform_runs(with_task(task, threads=3), [task]) == 75
     task.folder.mkdir()
     RunDirectory(task.folder).write("run.json", {"spec": task.spec})
@@ -398,7 +399,7 @@ def test_what_is_wrong_with_a_run_is_its_last_word(
     def break_down(*_: Any, **__: Any) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(worker, "train", break_down)
+    monkeypatch.setattr(worker, "train_population", break_down)
     assert perform_runs(with_task(task), [task]) == CRASHED
     assert capfd.readouterr().err.splitlines()[-1] == "RuntimeError: out of memory"
 
@@ -412,7 +413,7 @@ def test_a_run_that_cannot_even_say_that_the_disk_is_full(task: RunTask, monkeyp
     def refuse(*_: Any, **__: Any) -> None:
         raise ValueError("no space left on device")
 
-    monkeypatch.setattr(worker, "train", refuse)
+    monkeypatch.setattr(worker, "train_population", refuse)
     monkeypatch.setattr(sys, "stderr", FullDisk())
     assert perform_runs(with_task(task), [task]) == FAILED
 
@@ -430,7 +431,7 @@ class Listener:
 @pytest.mark.parametrize(
     ("codes", "last", "done", "code"),
     [
-        ([0, 3, 0], "never", 3, 0),
+        ([0, 0, 0], "never", 3, 0),
         ([0, 75, 0], "never", 2, 75),
         ([0, FAILED], "never", 2, FAILED),
         ([0, 0, 0], "c", 2, 75),
@@ -448,18 +449,33 @@ def test_a_unit_goes_on_to_its_next_run_until_one_does_not_end(
     monkeypatch.setenv("WORLD_SIZE", "2")  # of a torchrun around the study
     monkeypatch.setenv("OWN", "no")
 
-    def perform(unit: Unit, task: RunTask) -> int:
-        performed.append(task.name)
+    def perform(unit: Unit, tasks: Sequence[RunTask]) -> int:
+        performed.append(tasks[0].name)
+        assert len(tasks) == 1
         assert "WORLD_SIZE" not in os.environ
         assert os.environ["OWN"] == "yes"
         return codes[len(performed) - 1]
 
-    monkeypatch.setattr(worker, "perform_run", perform)
+    monkeypatch.setattr(worker, "perform_runs", perform)
     unit = unit_of(*(tmp_path / name for name in "abc"))
     with pytest.raises(SystemExit) as left:
         perform_unit(unit, {"OWN": "yes"})
     assert (left.value.code, performed) == (code, list("abc")[:done])
     assert logs[:done] == [task.log for task in unit.tasks][:done]
+
+
+def test_runs_that_go_together_are_performed_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "setsid", lambda: None)
+    monkeypatch.setattr(worker, "StopListener", Listener)
+    logs, performed = list[Path](), list[int]()
+    monkeypatch.setattr(worker, "redirect_output", logs.append)
+    monkeypatch.setattr(worker, "perform_runs", lambda unit, tasks: performed.append(len(tasks)) or 0)
+    unit = dataclasses.replace(unit_of(*(tmp_path / name for name in "abc")), together=True)
+    with pytest.raises(SystemExit) as left:
+        perform_unit(unit, {})
+    assert (left.value.code, performed) == (0, [3])
+    assert set(logs) == {task.log for task in unit.tasks}
+    assert logs[-1] == unit.tasks[0].log
 
 
 def test_an_orphan_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

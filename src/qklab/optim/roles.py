@@ -201,9 +201,9 @@ def attention_roles(model: nn.Module) -> Roles:
             found[strip_wrappers(name) or "attention"] = roles
     if not found:
         raise ValueError(
-            f"no attention was recognised in {type(model).__name__}: known are qklab's own layers and Transformers' "
-            "Llama, Qwen2, Qwen3, GPT-2, GPT-NeoX and DeepSeek-V3; for others pass a mapping from a layer's name to "
-            "its query, key and heads."
+            f"no attention was recognised in {type(model).__name__}: known are qklab's own layers and those of the "
+            "families in docs/transformers.md; for others pass a mapping from a layer's name to its query, key and "
+            "heads."
         )
     return found
 

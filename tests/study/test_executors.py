@@ -263,7 +263,7 @@ def test_a_run_that_fails_again_and_again_is_told(
 def test_a_forkserver_that_is_dying_is_waited_for(
     tmp_path: Path, play: Callable[..., Played], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refusals = [ConnectionRefusedError, ConnectionRefusedError]
+    refusals = [ConnectionRefusedError, EOFError, ConnectionResetError]
 
     def refuse_twice(unit: Unit) -> None:
         if refusals:

@@ -132,13 +132,14 @@ class LocalExecutor:
 
 
 def start_from_forkserver(process: BaseProcess) -> None:
-    """Start it. A forkserver that was killed a moment ago still counts as running and answers nobody; once it is seen
-    to be gone, multiprocessing starts another."""
+    """Start it. A forkserver that was killed a moment ago, as by a signal to all processes of a job, still counts as
+    running and answers nobody, or ends in the middle of its answer; once it is seen to be gone, multiprocessing starts
+    another."""
     until = time.monotonic() + DYING
     while True:
         try:
             return process.start()
-        except ConnectionRefusedError:
+        except (ConnectionError, EOFError):
             if time.monotonic() > until:
                 raise
             time.sleep(0.05)

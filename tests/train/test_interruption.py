@@ -109,11 +109,14 @@ def test_killed_again_and_again(settings: Settings, tiny_run: Path, tmp_path: Pa
     assert comparable(tmp_path / "run") == comparable(tiny_run)
 
 
-def train_slowly(spec: RunSpec, execution: ExecutionSpec, folder: Path) -> None:
+def train_until_asked(spec: RunSpec, execution: ExecutionSpec, folder: Path) -> None:
+    """Train, and wait before the fourth step until someone asks to stop, whatever else the machine does."""
     plain = Trainer.step
 
     def slow(self: Trainer, *arguments: Any) -> Any:
-        time.sleep(0.1)
+        until, listening = time.monotonic() + 60, signal.getsignal(signal.SIGTERM)
+        while self.states[0].step == 3 and signal.getsignal(signal.SIGTERM) == listening and time.monotonic() < until:
+            time.sleep(0.01)
         return plain(self, *arguments)
 
     Trainer.step = slow  # pyright: ignore[reportAttributeAccessIssue]
@@ -126,7 +129,7 @@ def test_asked_to_stop_it_saves_and_says_so_with_its_exit_code(
 ) -> None:
     spec, execution = settings(execution={"checkpoint_steps": 1000})
     folder = tmp_path / "run"
-    process = start_process(train_slowly, spec, execution, folder)
+    process = start_process(train_until_asked, spec, execution, folder)
     while len(RunDirectory(folder).metrics("train")) < 3:
         time.sleep(0.02)
     assert process.pid is not None

@@ -21,6 +21,7 @@ from small_study import (
     small_spec,
 )
 
+from qklab.schema import SpecError
 from qklab.study import execute
 from qklab.study.answer import write_answer
 from qklab.study.execute import Study, StudyInterrupted
@@ -69,6 +70,13 @@ def test_runs_of_an_arm_go_together_where_that_is_asked_for(
         assert before is not None
         assert result.value(find_metric("loss")) == pytest.approx(before.value(find_metric("loss")), rel=1e-4)
         assert result.process_seconds < result.summary["seconds_of_last_process"]["all"]
+
+
+@pytest.mark.parametrize("execution", [{"population": "many"}, {"population": 0}, {"keep": -1}])
+def test_an_execution_without_sense_is_refused_before_anything(corpus: str, tmp_path: Path, execution: Any) -> None:
+    with pytest.raises(SpecError, match=next(iter(execution))):
+        Study(small_spec(corpus), tmp_path / "s", execution=execution)
+    assert not (tmp_path / "s").exists()
 
 
 def test_an_arm_that_cannot_go_together_is_told_once(corpus: str, tmp_path: Path) -> None:

@@ -179,6 +179,29 @@ def test_a_damaged_checkpoint_costs_its_own_member_alone(
         assert losses(folder) == pytest.approx(losses(expected), rel=1e-5)
 
 
+def test_a_run_that_never_began_sets_nobody_back(
+    settings: Settings, whole: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does one that is as far back as another's best checkpoint."""
+    specs, execution = members(settings)
+    plain, began, run = Loop.stopping, [], Loop.run
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "stopping", lambda self, stop: plain(self, stop) or self.state.step == 11)
+        train_population(specs[:2], places(tmp_path)[:2], execution)
+    for step in (8, 10, 11):
+        shutil.rmtree(places(tmp_path)[1] / "checkpoints" / f"step-{step:010d}", ignore_errors=True)
+    kept = [{path.name for path in (place / "checkpoints").glob("step-*")} for place in places(tmp_path)[:2]]
+    monkeypatch.setattr(
+        Loop, "run", lambda self, *given: (began.append((len(self.members), self.state.step)), run(self, *given))[1]
+    )
+    outcomes = train_population(specs, places(tmp_path), execution)
+    assert [outcome.status for outcome in outcomes] == ["finished"] * 3
+    assert began[0] == (1, 11), kept
+    assert sorted(began[1:]) == [(2, 0)], kept
+    for folder, expected in zip(places(tmp_path), whole, strict=True):
+        assert losses(folder) == pytest.approx(losses(expected), rel=1e-5)
+
+
 def test_without_kept_checkpoints_a_run_leaves_none_and_is_the_same(
     settings: Settings, whole: list[Path], tmp_path: Path
 ) -> None:

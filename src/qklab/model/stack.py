@@ -186,7 +186,7 @@ def view_member(stacked: Model, member: int) -> Model:
         replace_parameter(plain, name, tied[id(parameter)])
     for module in list(plain.modules()):
         if isinstance(module, MappedModule):
-            module.__class__ = module.__class__.__mro__[2]
+            module.__class__ = module.__class__.__bases__[1]
             del module.__dict__["plain"]
         elif type(module) in PLAIN:
             module.__class__ = PLAIN[type(module)]

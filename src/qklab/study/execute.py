@@ -42,7 +42,7 @@ from qklab.train.population import choose_population_size, describe_shape, expla
 from qklab.train.progress import Display, format_duration
 from qklab.train.resume import refuse_other_spec
 from qklab.train.signals import StopRequest
-from qklab.train.spec import RunSpec
+from qklab.train.spec import ExecutionSpec, RunSpec
 
 SLACK = 1.1  # by how much longer than others a run may take
 POLL = 0.1  # seconds that the executor is waited for at a time
@@ -81,7 +81,8 @@ class Study:
         self.until = None if minutes is None else time.monotonic() + 60 * minutes
         self.spec, self.folder, self.remote, self.asked = spec, folder.absolute(), remote, dict(asked or {})
         self.data = None if data is None else data.absolute()
-        self.execution = {"keep": 1} | dict(execution or {})
+        self.execution = {"keep": 1} | {name: value for name, value in (execution or {}).items() if value is not None}
+        ExecutionSpec.from_dict(self.execution)  # says what is wrong before anything is begun
         self.results: dict[PlannedRun, RunResult] = {}
         self.specs: dict[PlannedRun, RunSpec] = {}
         self.progress, self.fetched, self.told_pace = StudyProgress(), 0.0, False

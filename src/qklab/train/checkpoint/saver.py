@@ -98,6 +98,11 @@ class Checkpoints:
             return store.verify_checkpoint(self.folder / f"step-{step:010d}", self.run)
         return None
 
+    def find_previous_step(self) -> int:
+        """The step of the checkpoint before the newest; 0 where there is none."""
+        steps = sorted({store.step_of(path) for path in retention.list_checkpoints(self.folder)}, reverse=True)
+        return steps[1] if len(steps) > 1 else 0
+
     def delete_all(self) -> None:
         """Leave none: nobody will go on from them."""
         self.wait()

@@ -40,6 +40,18 @@ def places(folder: Path, count: int = 3) -> list[Path]:
     return [folder / f"run{number}" for number in range(count)]
 
 
+def note_groups(patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """How many runs go on together from now on, and from which step."""
+    groups, run = list[tuple[int, int]](), Loop.run
+
+    def noted(self: Loop, *given: Any) -> Any:
+        groups.append((len(self.members), self.state.step))
+        return run(self, *given)
+
+    patch.setattr(Loop, "run", noted)
+    return groups
+
+
 @pytest.fixture(scope="module")
 def whole(corpus_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """A population trained in one go; not to be changed."""
@@ -144,12 +156,14 @@ def train_and_die(point: str, specs: Sequence[RunSpec], folders: Sequence[Path],
 
 @pytest.mark.parametrize("point", POINTS)
 def test_killed_anywhere_and_resumed_it_is_the_undisturbed_population(
-    point: str, settings: Settings, whole: list[Path], tmp_path: Path
+    point: str, settings: Settings, whole: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     specs, execution = members(settings)
     process = start_process(train_and_die, point, specs, places(tmp_path), execution)
     assert finish_process(process) == -signal.SIGKILL
+    began = note_groups(monkeypatch)
     assert [outcome.status for outcome in train_population(specs, places(tmp_path), execution)] == ["finished"] * 3
+    assert len(began) == 1  # all of them went on together
     for folder, expected in zip(places(tmp_path), whole, strict=True):
         assert comparable(folder) == comparable(expected)
 
@@ -158,19 +172,14 @@ def test_a_damaged_checkpoint_costs_its_own_member_alone(
     settings: Settings, whole: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     specs, execution = members(settings, execution={"checkpoint_steps": 3, "keep": 3})
-    plain, began = Loop.stopping, []
+    plain = Loop.stopping
     with monkeypatch.context() as patch:
         patch.setattr(Loop, "stopping", lambda self, stop: plain(self, stop) or self.state.step == 9)
         train_population(specs, places(tmp_path), execution)
     newest = max((places(tmp_path)[1] / "checkpoints").glob("step-*"))
     for file in newest.glob("*.safetensors"):
         file.write_bytes(file.read_bytes()[:-8] + b"damaged!")
-    run = Loop.run
-    monkeypatch.setattr(
-        Loop,
-        "run",
-        lambda self, *given: (began.append((len(self.members), self.state.step)), run(self, *given))[1],
-    )
+    began = note_groups(monkeypatch)
     train_population(specs, places(tmp_path), execution)
     assert began[0] == (2, 9)
     assert began[1][0] == 1
@@ -182,22 +191,14 @@ def test_a_damaged_checkpoint_costs_its_own_member_alone(
 def test_a_run_that_never_began_sets_nobody_back(
     settings: Settings, whole: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor does one that is as far back as another's best checkpoint."""
     specs, execution = members(settings)
-    plain, began, run = Loop.stopping, [], Loop.run
+    plain = Loop.stopping
     with monkeypatch.context() as patch:
-        patch.setattr(Loop, "stopping", lambda self, stop: plain(self, stop) or self.state.step == 11)
+        patch.setattr(Loop, "stopping", lambda self, stop: plain(self, stop) or self.state.step == 3)
         train_population(specs[:2], places(tmp_path)[:2], execution)
-    for step in (8, 10, 11):
-        shutil.rmtree(places(tmp_path)[1] / "checkpoints" / f"step-{step:010d}", ignore_errors=True)
-    kept = [{path.name for path in (place / "checkpoints").glob("step-*")} for place in places(tmp_path)[:2]]
-    monkeypatch.setattr(
-        Loop, "run", lambda self, *given: (began.append((len(self.members), self.state.step)), run(self, *given))[1]
-    )
-    outcomes = train_population(specs, places(tmp_path), execution)
-    assert [outcome.status for outcome in outcomes] == ["finished"] * 3
-    assert began[0] == (1, 11), kept
-    assert sorted(began[1:]) == [(2, 0)], kept
+    began = note_groups(monkeypatch)
+    train_population(specs, places(tmp_path), execution)
+    assert began == [(2, 3), (1, 0)]
     for folder, expected in zip(places(tmp_path), whole, strict=True):
         assert losses(folder) == pytest.approx(losses(expected), rel=1e-5)
 

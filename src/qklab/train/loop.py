@@ -136,11 +136,11 @@ class Loop:
         return [(run, member) for run, member in self.live if member.state.skipped > member.spec.max_skips]
 
     def retire_diverging(self, end: Callable[[Member], None]) -> bool:
-        """Let runs that have diverged end here; whether any is left."""
-        for run, member in self.find_diverging():
+        """Let runs that have diverged end here, whatever their place among the others still computes; whether any is
+        left."""
+        for _, member in self.find_diverging():
             member.diverged = True
             if self.live:
-                self.trainer.retire(run)
                 end(member)
         return bool(self.live)
 

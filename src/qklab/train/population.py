@@ -83,7 +83,6 @@ class PopulationTrainer:
         self.reads = torch.tensor([seeds.index(spec.seed) for spec in specs], device=machine.device)
         self.windows = split_windows(self.spec, corpus)
         self.probes = [make_probe(spec, self.windows) for spec in specs]
-        self.retired = torch.zeros(len(specs), dtype=torch.bool, device=machine.device)
         self.graph: StepGraph | None = None
         self.steps_done = 0
 
@@ -117,12 +116,8 @@ class PopulationTrainer:
         losses.sum().backward()
         norms = measure_gradient_norms(self.decoder)
         outcome = torch.stack([nll.double(), norms.double()], 1)
-        self.optimiser.step(lrs, ~outcome.isfinite().all(1) | self.retired, norms)
+        self.optimiser.step(lrs, ~outcome.isfinite().all(1), norms)
         return outcome
-
-    def retire(self, run: int) -> None:
-        """Train on without a run that has diverged; what it holds no longer changes."""
-        self.retired[run] = True
 
     def evaluate(
         self,

@@ -169,9 +169,6 @@ class Trainer:
         layers = self.probe.measure(gather_decoder(self.decoder) if self.sharded else self.decoder)
         return {"layers": layers} | describe_factors(self.optimiser.factors())
 
-    def retire(self, run: int) -> None:
-        """Train on without a run that has diverged; alone it has ended."""
-
     @property
     def sharded(self) -> bool:
         return self.machine.world > 1 and self.execution.parallel == "fsdp"

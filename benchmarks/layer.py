@@ -38,6 +38,9 @@ def arms(width: int) -> dict[str, dict[str, Any]]:
         "qk-norm": {"norm": "qk"},
         "differential": {"mix": "differential"},
         "differential-v2": {"mix": "differential-v2"},
+        "gate element": {"gate": "element"},
+        "gate head": {"gate": "head"},
+        "xsa": {"exclusive": True},
     }
 
 

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from qklab import register
+from qklab.attention.finish import GATES
 from qklab.attention.layer import Attention
 from qklab.attention.spec import AttentionSpec, CouplingSpec, LatentSpec
 from qklab.model.decoder import Decoder
@@ -34,6 +35,8 @@ def list_mechanisms() -> list[AttentionSpec]:
         spec(coupling=CouplingSpec(force="gradient")),
         *(spec(norm=norm) for norm in register.norm if norm != "none"),
         *(spec(mix=mix) for mix in register.mix if mix != "softmax"),
+        *(spec(gate=gate) for gate in GATES if gate != "none"),
+        spec(exclusive=True),
         spec(share="k=v", kv_heads=2, coupling=CouplingSpec(kind="affine"), norm="qk", mix="differential"),
     ]
 

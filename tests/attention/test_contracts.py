@@ -1,40 +1,19 @@
 """Every promise of the attention layer on every legal spec of the grid."""
 
-import itertools
 import shutil
-from typing import Any
 
 import pytest
 
 from qklab import AttentionSpec, CouplingSpec, LatentSpec
 from qklab.testing import CONTRACTS, contracts_of, grid
 from qklab.testing.contracts import inductor
-from qklab.testing.grid import SIZE
+from qklab.testing.grid import SIZE, cover_choices, list_choices
 
 GRID = grid()
 SLOW = ("gradients", "compilation")
 
 
-def choices_of(spec: AttentionSpec) -> set[tuple[Any, ...]]:
-    """Every choice that the spec makes, and every two of share, mix and norm."""
-    choices: dict[str, Any] = {}
-    for name, value in spec.to_dict().items():
-        choices |= {f"{name}.{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
-    stages = [(name, choices[name]) for name in ("share", "mix", "norm")]
-    return {*choices.items(), *itertools.combinations(stages, 2)}
-
-
-def covering(specs: list[AttentionSpec]) -> set[AttentionSpec]:
-    """So many of the specs that whatever one of the others chooses is chosen by one of them."""
-    chosen = {spec: choices_of(spec) for spec in specs}
-    left, kept = set[tuple[Any, ...]]().union(*chosen.values()), set[AttentionSpec]()
-    while left:
-        kept.add(best := max(specs, key=lambda spec: len(chosen[spec] & left)))
-        left -= chosen[best]
-    return kept
-
-
-COVERING = covering(GRID)
+COVERING = {*cover_choices(GRID, 1), *cover_choices(GRID, 2, among=("share", "mix", "norm"))}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -62,7 +41,8 @@ def test_the_grid_is_wide_and_its_names_tell_specs_apart() -> None:
     assert len(GRID) >= 150
     assert len({spec.name for spec in GRID}) == len(GRID)
     assert all("stacking" in contracts_of(spec) for spec in GRID)
-    assert set().union(*map(choices_of, COVERING)) == set().union(*map(choices_of, GRID))
+    made, covered = ({pair for spec in specs for pair in list_choices(spec)} for specs in (GRID, COVERING))
+    assert made == covered
     assert len(COVERING) < 40
 
 

@@ -298,6 +298,8 @@ def differential(spec: AttentionSpec, state: State, tokens: list[Token], i: int,
             minus = attention(spec, state, tokens, i, (2 * p + 1) * per_key + r)
             weights = [a - lam * b for a, b in zip(plus, minus, strict=True)]
             halves = [weighted(weights, [there.v[2 * p + side] for there in tokens]) for side in (0, 1)]
+            own = torch.cat([here.v[2 * p], here.v[2 * p + 1]])
+            halves = split(excluded(spec, torch.cat(halves), own), spec.head_width)
             o = torch.cat([undone(spec, half, here.position) for half in halves])
             outputs.append((1 - lambda_init) * rms_norm(o, 1e-5) * state.get("mix.gain", 1.0))
     return outputs
@@ -316,9 +318,19 @@ def mixed(spec: AttentionSpec, state: State, tokens: list[Token], i: int, layer:
             o = weighted(plus, values) - lam * weighted(minus, values)
         else:
             o = weighted(attention(spec, state, tokens, i, h), values)
-        outputs.append(undone(spec, o, here.position))
+        outputs.append(undone(spec, excluded(spec, o, here.v[h // per_value]), here.position))
     return outputs
 
 
+def excluded(spec: AttentionSpec, o: Tensor, v: Tensor) -> Tensor:
+    """XSA: what of the output points along the token's own value leaves."""
+    return o - (o @ v) / (v @ v) * v if spec.exclusive else o
+
+
 def written(spec: AttentionSpec, state: State, tokens: list[Token], i: int, layer: int) -> Tensor:
-    return linear(state, "output", torch.cat(mixed(spec, state, tokens, i, layer)))
+    o = torch.cat(mixed(spec, state, tokens, i, layer))
+    if spec.gate != "none":
+        gate = [logistic(number) for number in linear(state, "gate.weigh", tokens[i].x)]
+        repeat = 1 if spec.gate == "element" else spec.head_width
+        o = torch.stack([gate[e // repeat] * entry for e, entry in enumerate(o)])
+    return linear(state, "output", o)

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from qklab.attention.cache import Cache, cache_class
 from qklab.attention.couple import Linear
+from qklab.attention.finish import Gate
 from qklab.attention.mix import KeyValue
 from qklab.attention.positions import Positions, find_positions, find_slots
 from qklab.attention.project import Projected, Projection
@@ -33,6 +34,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(spec.heads * spec.head_width, spec.width, bias=spec.bias)
         # built last, so that under one seed a layer with coupling draws the same other weights as one without
         self.couple = spec.coupling.mechanism(spec) if spec.coupling is not None else None
+        self.gate = None if spec.gate == "none" else Gate(spec)
         self.members: int | None = None  # of a stacked model: its rows belong to so many, in equal shares
         self.watched: Tensor | None = None  # [heads], raised to the largest logit of every training pass
         self.recorder: Callable[..., None] | None = None  # called with the name of each stage and what it gave
@@ -71,8 +73,10 @@ class Attention(nn.Module):
             largest = largest.amax(0) if self.members is None else largest.unflatten(0, (self.members, -1)).amax(1)
             self.watched.copy_(torch.maximum(self.watched, largest))
         o = self.mix(q, stored, x, visibility, bias)
+        if self.spec.exclusive:  # before the rotation is undone, in which the own value is the own key as it is stored
+            o = self.mix.exclude(o, self.mix.values(KeyValue(k, v)))
         o = self.mix.finish(self.rotate.undo(o, positions))
-        return self.output(o.flatten(2))
+        return self.output((o if self.gate is None else self.gate(o, x)).flatten(2))
 
     def prepare(self, x: Tensor, positions: Positions) -> Projected:
         """Stages 1 to 4 of the new tokens: x [B, T, width] → q [B, T, H, D], k and v [B, T, G, D].

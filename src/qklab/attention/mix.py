@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qklab import register
+from qklab.attention.finish import exclude_own_value
 from qklab.attention.positions import Positions, rotate_every
 from qklab.attention.visibility import Visibility, render_mask, render_range
 from qklab.ops.decode import decode
@@ -114,6 +115,14 @@ class Mix(nn.Module):
         """Keys and values as the heads use them, [B, S, G, ·] each."""
         return stored.separate()
 
+    def values(self, stored: KeyValue) -> Tensor:
+        """The values alone."""
+        return stored.separate()[1]
+
+    def exclude(self, o: Tensor, v: Tensor) -> Tensor:
+        """Outputs o [B, T, H, ·] without their parts along the values v [B, T, G, ·] of the same tokens."""
+        return exclude_own_value(o, v)
+
     def largest_logits(self, q: Tensor, stored: KeyValue, visibility: Visibility, bias: Tensor | None) -> Tensor:
         """The largest score of every row and query head, among those that `forward` would use: [B, H]."""
         k, _ = self.keys_and_values(stored)
@@ -126,7 +135,8 @@ class Mix(nn.Module):
 
     @classmethod
     def formula_of(cls, spec: AttentionSpec) -> str:
-        return cls.formula
+        mixed, *finished = cls.formula.split(" ; ", 1)
+        return " ; ".join([mixed, *["o_i ← o_i − (o_i·v_i/‖v_i‖²) v_i"] * spec.exclusive, *finished])
 
     @classmethod
     def parameters_of(cls, spec: AttentionSpec) -> int:
@@ -187,6 +197,11 @@ class Differential(Mix):
 
         o = differential(q, *stored.separate(), self.weight(), plain)  # [B, T, H/2, 2D]
         return o.unflatten(-1, (2, -1)).flatten(2, 3)
+
+    def exclude(self, o: Tensor, v: Tensor) -> Tensor:
+        """The value of a pair is [v₁;v₂]."""
+        o, v = (pair.unflatten(2, (-1, 2)).flatten(3) for pair in (o, v))
+        return exclude_own_value(o, v).unflatten(-1, (2, -1)).flatten(2, 3)
 
     def finish(self, o: Tensor) -> Tensor:
         o = o.unflatten(2, (-1, 2)).flatten(3)  # [B, T, H/2, 2D]
@@ -265,7 +280,10 @@ class LatentSoftmax(Mix):
         c, rope = stored.key[..., 0, : self.kv_rank], stored.key[..., self.kv_rank :]
         key = self.up_key(c).unflatten(-1, (self.heads, -1))
         key = torch.cat([key, rope.expand(-1, -1, self.heads, -1)], -1)
-        return key, self.up_value(c).unflatten(-1, (self.heads, -1))
+        return key, self.values(stored)
+
+    def values(self, stored: KeyValue) -> Tensor:
+        return self.up_value(stored.key[..., 0, : self.kv_rank]).unflatten(-1, (self.heads, -1))
 
     def attend_expanded(self, q: Tensor, stored: KeyValue, visibility: Visibility) -> Tensor:
         return attend(q, KeyValue(*self.keys_and_values(stored)), self.scale, visibility)
@@ -288,4 +306,4 @@ class LatentSoftmax(Mix):
         latent = spec.latent
         assert latent is not None
         scores = context * spec.heads * (2 * spec.head_width + latent.rope_width)
-        return 2 * (scores + 2 * latent.kv_rank * spec.heads * spec.head_width)
+        return 2 * (scores + (2 + spec.exclusive) * latent.kv_rank * spec.heads * spec.head_width)

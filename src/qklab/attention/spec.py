@@ -8,6 +8,7 @@ import torch
 from qklab import register
 from qklab.attention.cache import cache_class
 from qklab.attention.couple import FORCES, Coupling
+from qklab.attention.finish import GATES, Gate
 from qklab.attention.mix import LatentSoftmax, Mix
 from qklab.attention.norm import Normalisation
 from qklab.attention.project import PROJECTIONS, Latent, Projection
@@ -183,6 +184,8 @@ class AttentionSpec(Spec):
         asymmetry_free_scale: Its score scale is a parameter of its own instead of the sum of its weights.
         mix: How scores become weights.
         differential_gain: Whether the norm of mix="differential" has a gain.
+        exclusive: Take the part along a token's own value out of its output (XSA).
+        gate: Multiply outputs by σ(W_g x): every "element", or each "head" as a whole.
         causal: Whether a token sees only itself and earlier ones.
     """
 
@@ -204,6 +207,8 @@ class AttentionSpec(Spec):
     asymmetry_free_scale: bool = boolean_field(False)
     mix: str = choice_field("softmax", register.mix)
     differential_gain: bool = boolean_field(True)
+    exclusive: bool = boolean_field(False)
+    gate: str = choice_field("none", GATES)
     causal: bool = boolean_field(True)
 
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -368,7 +373,7 @@ class AttentionSpec(Spec):
 
     def parameters(self) -> int:
         """Learned numbers in one layer, output projection included."""
-        output = (self.heads * self.head_width + self.bias) * self.width
+        output = (self.heads * self.head_width + self.bias) * self.width + Gate.parameters_of(self)
         return output + sum(stage.parameters_of(self) for stage in self.stages().values() if stage is not None)
 
     def flops_per_token(self, context: int) -> int:
@@ -376,7 +381,7 @@ class AttentionSpec(Spec):
 
         A multiply-add is two FLOPs; scores count the whole T × T square; elementwise work is not counted.
         """
-        output = 2 * self.heads * self.head_width * self.width
+        output = 2 * self.heads * self.head_width * self.width + Gate.flops(self)
         return output + sum(stage.flops(self, context) for stage in self.stages().values() if stage is not None)
 
     def cache_bytes(self, tokens: int, dtype: torch.dtype = torch.bfloat16) -> int:
@@ -400,6 +405,7 @@ class AttentionSpec(Spec):
         words += ["2d" + "+s" * self.asymmetry_free_scale] * self.asymmetry_2d
         mix = register.mix[self.mix].label
         words += [self.mix if mix is None else mix]
+        words += ["xsa"] * self.exclusive + [f"gate {self.gate}"] * (self.gate != "none")
         words += ["ungained"] * (not self.differential_gain)
         words += ["bias"] * self.bias + ["bidirectional"] * (not self.causal)
         return " · ".join(filter(None, words))
@@ -411,4 +417,4 @@ class AttentionSpec(Spec):
         if self.position == "learned":
             added = "x_p ← x_p + e_p before the first layer"
             formulas["rotate"] = " ; ".join(filter(None, (added, formulas["rotate"])))
-        return formulas | {"output": "y = W_o o"}
+        return formulas | {"output": Gate.formulas.get(self.gate, "y = W_o o")}

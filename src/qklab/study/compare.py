@@ -107,6 +107,8 @@ def list_arms() -> dict[str, dict[str, Any]]:
         "mqa": {"kv_heads": 1},
         **{f"{norm}-norm": {"norm": norm} for norm in register.norm if norm != "none"},
         **{mix: {"mix": mix} for mix in register.mix if mix != "softmax"},
+        "gate": {"gate": "element"},
+        "xsa": {"exclusive": True},
         "learned-positions": {"position": "learned"},
     }
     arms = {name: {"attention": choices} for name, choices in attention.items()}

@@ -1,8 +1,10 @@
 """Every legal spec over a grid of choices, read from the specs themselves: a new choice is under test by existing."""
 
 import dataclasses
+import heapq
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -51,9 +53,43 @@ def couplings() -> Iterator[CouplingSpec]:
                 continue
 
 
+def list_choices(spec: AttentionSpec) -> list[tuple[str, Any]]:
+    """Every choice that a spec makes, those of its parts under the part's name."""
+    found: dict[str, Any] = {}
+    for name, value in spec.to_dict().items():
+        found |= {f"{name}.{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
+    return list(found.items())
+
+
+def cover_choices(
+    specs: Iterable[AttentionSpec], together: int, among: Collection[str] | None = None
+) -> list[AttentionSpec]:
+    """So few of the specs that any so many choices which one of them makes together are made by one of these; choices
+    of all fields, or of those named."""
+
+    def combine(spec: AttentionSpec) -> set[Any]:
+        chosen = (choice for choice in list_choices(spec) if among is None or choice[0] in among)
+        return set(itertools.combinations(chosen, together))
+
+    made = {spec: combine(spec) for spec in specs}
+    every, kept, left = list(made), list[AttentionSpec](), set[Any]().union(*made.values())
+    queue = [(-len(made[spec]), number) for number, spec in enumerate(every)]
+    heapq.heapify(queue)
+    while left:
+        number = heapq.heappop(queue)[1]  # of those with the most that was left when they were last asked
+        new = made[every[number]] & left
+        if queue and len(new) < -queue[0][0]:
+            heapq.heappush(queue, (-len(new), number))
+            continue
+        kept.append(every[number])
+        left -= new
+    return kept
+
+
+@cache
 def grid() -> list[AttentionSpec]:
-    """share × mix × norm × coupling kind × {no groups, groups} in full; every coupling option with groups; every other
-    option on top of every (share, mix) both ways round in time; and latents."""
+    """share × mix × norm × coupling kind × {no groups, groups} in full; every coupling option with groups; any two
+    options with each other, and on (share, mix) both ways round in time; and latents."""
     stage = choices(AttentionSpec)
     kinds = [None, *(CouplingSpec(kind=kind) for kind in choices(CouplingSpec)["kind"])]
     full = (
@@ -63,23 +99,28 @@ def grid() -> list[AttentionSpec]:
         )
     )
     coupled = ({"coupling": coupling, "kv_heads": 2} for coupling in couplings())
-    options = [{}, *departures(AttentionSpec, besides=("share", "mix", "norm", "causal"))]
-    options += [{"kv_heads": 1}, {"kv_heads": 1, "coupling": CouplingSpec()}]
+    options = [{}, *departures(AttentionSpec, besides=("share", "mix", "causal"))]
+    options += [{"kv_heads": 1}, *({"coupling": coupling} for coupling in kinds)]
     options += [{"asymmetry_2d": True, "asymmetry_free_scale": True}]
     optional = (
-        {"share": share, "mix": mix, "causal": causal} | option
-        for share, mix, causal, option in itertools.product(stage["share"], stage["mix"], stage["causal"], options)
+        {"share": share, "mix": mix, "causal": causal} | one | other
+        for share, mix, causal, (one, other) in itertools.product(
+            stage["share"], stage["mix"], stage["causal"], itertools.combinations(options, 2)
+        )
     )
     latents = (
         {
             "latent": LatentSpec(query_rank=6, kv_rank=5, rope_width=rope_width, norm=norm),
             "position": "rope" if rope_width else "none",
             "causal": causal,
-            "bias": bias,
         }
-        for rope_width, norm, causal, bias in itertools.product((2, 0), (True, False), (True, False), (True, False))
+        | option
+        for rope_width, norm, causal, option in itertools.product((2, 0), (True, False), (True, False), options)
     )
-    return list(dict.fromkeys(legal(itertools.chain(full, coupled, optional, latents))))
+    specs = itertools.chain(
+        legal(full), legal(coupled), cover_choices(legal(optional), 2), cover_choices(legal(latents), 2)
+    )
+    return list(dict.fromkeys(specs))
 
 
 # layers of one model that differ in what is projected, coupled, rotated, mixed and cached

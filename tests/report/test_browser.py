@@ -216,8 +216,8 @@ def test_figures_and_tables_are_saved(browser: Browser, report: Path, tmp_path: 
             assert content[:4] == b"\x89PNG"
             assert (width >= 600, height >= 400, len(set(content[64:])) > 100) == (True, True, True)
     ledger = next(path for path in saved if path.name.endswith("ledger.csv")).read_text().splitlines()
-    assert ledger[0].startswith("arm,learning_rate,learning_rates_tried")
-    assert ledger[2].startswith("k=v,0.003,0.001 0.003,4,0,")
+    assert ledger[0].startswith("arm,learning_rate,learning_rates_tried,learning_rates_among_which")
+    assert ledger[2].startswith("k=v,0.003,0.001 0.003,,0.02499")
     runs = next(path for path in saved if path.name.endswith("runs.csv")).read_text().splitlines()
     assert len(runs) == 1 + 20
     assert "test_bits_per_byte" in runs[0]

@@ -176,7 +176,7 @@ def test_what_is_compared_stays(tmp_path: Path) -> None:
 
 
 def test_continuing_asks_once_and_after_what_is_planned(tmp_path: Path) -> None:
-    study = compare.make_study("pico", ComparisonRequest(arms=("k=v",), seeds=3), 512)
+    study = compare.make_study("pico", ComparisonRequest(arms=("k=v",), seeds=3), 512).replace(extend=0)
     for run in plan_tuning_runs(study):  # six runs of a second each, of ten
         fabricate(study, tmp_path, run)
     record = StudyRecord(study, [], {"minutes": 1.0, "seeds": 3})
@@ -258,6 +258,7 @@ def test_compare_answers_is_continued_and_reports(
     small = dataclasses.replace(sizes.SIZES["pico"], settings=sizes.SIZES["pico"].settings | shape)
     for module in (sizes, compare):
         monkeypatch.setattr(module, "SIZES", {"pico": small})
+    monkeypatch.setattr(compare, "EXTEND", 0)
     monkeypatch.setattr("qklab.study.executors.local.LocalExecutor", lambda device, at_once, say: InProcess())
     asked = ("compare", str(text), "--arms", "k=v", "--minutes", "0.01", "--device", "cpu")
     code, out, err = called(capsys, *asked, "--seeds", "2")

@@ -171,7 +171,7 @@ def test_the_answer_as_text() -> None:
     )
     assert second.startswith("norm beats standard")
     rows = [line.split() for line in first.splitlines() if line.startswith("  ")]
-    assert rows[1] == ["standard", "2.1500", "0.003", "1,000", "64", "B", "100", "1", "MiB", "0", "of", "5"]
+    assert rows[1] == ["standard", "2.1500", "0.003", "0.050", "1,000", "64", "B", "100", "1", "MiB", "0", "of", "5"]
 
 
 def test_bits_per_byte_are_told_as_such() -> None:

@@ -11,8 +11,9 @@ import pytest
 from qklab.schema import SpecError
 from qklab.study.metrics import find_metric
 from qklab.study.plan import PlannedRun, encode_file_name, plan_confirming_runs, plan_tuning_runs, write_number
-from qklab.study.records import RunResult, choose_learning_rates, collect_values, sum_up_ledger
+from qklab.study.records import RunResult, collect_values, sum_up_ledger
 from qklab.study.spec import StudyError, StudySpec, read_study
+from qklab.study.tuning import choose_learning_rates
 
 BASE: dict[str, Any] = {
     "model": {"layers": 2, "width": 32, "context": 32},

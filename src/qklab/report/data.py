@@ -8,6 +8,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -26,7 +27,7 @@ from qklab.study.stats.interim import alpha_of_each
 TRAIN_POINTS, PROBES = 200, 12
 PER_RUN = {"seed", "optimiser.lr"}
 STUDY_FACTS = (
-    *("name", "baseline", "lrs", "seeds", "tuning_seeds", "match"),
+    *("name", "baseline", "seeds", "tuning_seeds", "match"),
     *("metric", "alpha", "analyses", "margin", "fingerprint"),
 )
 MEAN, LARGEST, RMS = "mean", "largest", "rms"
@@ -56,6 +57,7 @@ def describe_group(group: RunGroup, metrics: Sequence[Metric], maps: MapCache | 
         "folder": group.folder.name,
         "study": None if study is None else {name: getattr(study, name) for name in STUDY_FACTS},
         "metric": findings.metric,
+        "lrs": findings.grid,
         "planned": findings.planned or len(group.runs),
         "ended": len(group.results),
         "headline": findings.headline,
@@ -66,6 +68,7 @@ def describe_group(group: RunGroup, metrics: Sequence[Metric], maps: MapCache | 
             {
                 "name": arm,
                 "lr": findings.lrs.get(arm),
+                "tuning": asdict(findings.tuning[arm]) if arm in findings.tuning else None,
                 "verdict": describe_verdict(findings, study.baseline, arm) if study else None,
                 "ledger": findings.ledgers.get(arm),
                 "learning": describe_learning(group, runs, arm),

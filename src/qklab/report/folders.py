@@ -118,7 +118,7 @@ def group_study(folder: Path) -> list[RunGroup]:
     for corpus in spec.corpora:
         group = RunGroup(spec.name, corpus, folder, spec, list(spec.arms))
         for arm in spec.arms:
-            for lr in spec.lrs:
+            for lr in spec.widest_grid:
                 for seed in range(spec.seeds):
                     planned = PlannedRun(corpus, arm, lr, seed)
                     group.read_run(planned.folder_in(folder), planned)

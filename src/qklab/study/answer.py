@@ -8,6 +8,7 @@ from qklab.study.metrics import find_metric
 from qklab.study.plan import write_number
 from qklab.study.records import Analyses, RunResult
 from qklab.study.spec import StudySpec
+from qklab.study.stats.tuning import RateSensitivity
 
 
 def write_answer(study: StudySpec, results: Sequence[RunResult], analyses: Analyses | None = None) -> str:
@@ -34,6 +35,7 @@ def write_table(study: StudySpec, findings: Findings) -> str:
             find_metric(study.metric).unit,
             "test",
             "lr",
+            "sensitivity",
             "parameters",
             "cache/token",
             "tokens/s",
@@ -45,12 +47,13 @@ def write_table(study: StudySpec, findings: Findings) -> str:
         if not took["runs"]:
             continue
         values = [value for value in findings.values.get(arm, {}).values() if math.isfinite(value)]
-        lr = findings.lrs[arm]
+        lr, tuning = findings.lrs[arm], findings.tuning.get(arm)
         rows.append(
             [
                 arm,
                 f"{sum(values) / len(values):.4f}" if values else "–",
                 write_number(lr) if lr is not None else "none",
+                write_sensitivity(None if tuning is None else tuning.sensitivity),
                 f"{took['parameters']:,.0f}",
                 f"{took['cache_bytes_per_token']:,.0f} B",
                 f"{took['tokens_per_second']:,.0f}",
@@ -66,3 +69,10 @@ def write_table(study: StudySpec, findings: Findings) -> str:
         cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
         lines.append("  ".join([first.ljust(widths[0]), *cells]))
     return "\n".join(f"  {line}" for line in lines)
+
+
+def write_sensitivity(found: RateSensitivity | None) -> str:
+    """How much an arm loses where its learning rate is not the best, with half its interval."""
+    if found is None:
+        return "–"
+    return f"{found.mean:.3f}" + (f" ± {found.half:.3f}" if found.half is not None else "")

@@ -12,10 +12,11 @@ from qklab.data.prepare import refuse_unusable
 from qklab.data.spec import DataSpec
 from qklab.schema import suggest_name
 from qklab.study.executors import WorkerSlots
-from qklab.study.plan import count_runs, plan_tuning_runs, write_rounded
-from qklab.study.records import StudyRecord, read_analyses, read_result
+from qklab.study.plan import count_runs, write_rounded
+from qklab.study.records import StudyRecord, read_analyses, read_results
 from qklab.study.sizes import SIZES, count_runs_together, find_size, measure_arm_speed, share_gpus
 from qklab.study.spec import StudyError, StudySpec
+from qklab.study.tuning import find_grids
 from qklab.train.progress import format_duration
 from qklab.train.spec import FINAL_SHARE
 
@@ -34,6 +35,7 @@ COMPILED = 3000  # steps of a run on a GPU that make up for the time it takes to
 MARGIN = 0.01
 MINUTES = 5.0
 SEEDS = 5  # with three, Holm over four arms and two analyses ask for a difference three times as large as with five
+EXTEND = 2  # learning rates more at an end where an arm does best
 ANALYSES = 2  # one, and one after more seeds, which the answer itself may propose
 
 
@@ -231,6 +233,7 @@ def make_study(size: str, request: ComparisonRequest, tokens: int, tunes_all: bo
             "arms": select_arms(request.arms or DEFAULT),
             "corpora": list(request.texts) or ["stdlib"],
             "lrs": list(SIZES[size].lrs),
+            "extend": EXTEND if len(SIZES[size].lrs) > 1 else 0,
             "seeds": seeds,
             **({"tuning_seeds": seeds} if tunes_all else {}),
             "margin": MARGIN,
@@ -269,7 +272,7 @@ def extend_comparison(record: StudyRecord, folder: Path, request: ComparisonRequ
     done = spec.seeds in read_analyses(folder).seeds
     if not done and (request.minutes is None or record.asked.get("continued") == minutes):
         return record
-    ended = [result for run in plan_tuning_runs(spec) if (result := read_result(folder, run)) is not None]
+    ended = read_results(folder, spec)
     taken = [result.process_seconds for result in ended]
     if not taken:
         raise StudyError(
@@ -277,14 +280,10 @@ def extend_comparison(record: StudyRecord, folder: Path, request: ComparisonRequ
             "--continue out to go on as planned."
         )
     each = sum(taken) / len(taken) / slots.count
-    left = 0 if done else count_runs(spec) - count_ended(folder)
+    left = 0 if done else count_runs(spec, find_grids(spec, ended)) - len(ended)
     more = int((60 * minutes / each - left) / len(spec.arms) / len(spec.corpora))
     spec = spec.replace(seeds=spec.seeds + max(int(done), more))
     return StudyRecord(spec, record.data, record.asked | {"continued": minutes})
-
-
-def count_ended(folder: Path) -> int:
-    return len(list(folder.glob("runs/*/*/*/summary.json")))
 
 
 def refuse_other_comparison(study: StudySpec, folder: Path, request: ComparisonRequest) -> None:

@@ -23,13 +23,12 @@ from qklab.runs.directory import RunDirectory, RunError
 from qklab.study.executors import Executor, RunTask, Unit, WorkerSlots
 from qklab.study.learned import describe_pace
 from qklab.study.metrics import find_metric
-from qklab.study.plan import PlannedRun, count_runs, plan_confirming_runs, plan_tuning_runs
+from qklab.study.plan import PlannedRun, RateGrid, count_runs, plan_confirming_runs, plan_tuning_runs, write_number
 from qklab.study.progress import StudyProgress, measure_run_progress
 from qklab.study.records import (
     STUDY,
     RunResult,
     StudyRecord,
-    choose_learning_rates,
     explain_file_errors,
     find_difference,
     read_result,
@@ -37,6 +36,7 @@ from qklab.study.records import (
 )
 from qklab.study.remote import RemoteStudy
 from qklab.study.spec import StudyError, StudySpec, canonicalise
+from qklab.study.tuning import choose_learning_rates, find_grids
 from qklab.train.launch import EXIT_CODES
 from qklab.train.population import choose_population_size, describe_shape, explain_solo
 from qklab.train.progress import Display, format_duration
@@ -85,6 +85,7 @@ class Study:
         ExecutionSpec.from_dict(self.execution)  # says what is wrong before anything is begun
         self.results: dict[PlannedRun, RunResult] = {}
         self.specs: dict[PlannedRun, RunSpec] = {}
+        self.grids: dict[str, RateGrid] = {}
         self.progress, self.fetched, self.told_pace = StudyProgress(), 0.0, False
         self.told_alone: set[str] = set()
 
@@ -206,33 +207,47 @@ class Study:
 
     def choose_known_rates(self) -> dict[tuple[str, str], float | None]:
         """The learning rates of the arms that are done with tuning."""
-        undone = {(run.corpus, run.arm) for run in plan_tuning_runs(self.spec) if run not in self.results}
-        found = choose_learning_rates(self.spec, list(self.results.values()))
-        return {key: lr for key, lr in found.items() if key not in undone}
+        grids, results = self.find_grids(), list(self.results.values())
+        undone = {(run.corpus, run.arm) for run in self.plan_tuning() if run not in self.results}
+        found = choose_learning_rates(self.spec, results)
+        return {key: lr for key, lr in found.items() if key not in undone and grids[key[0]].final}
+
+    def find_grids(self) -> dict[str, RateGrid]:
+        return find_grids(self.spec, list(self.results.values()))
+
+    def plan_tuning(self) -> list[PlannedRun]:
+        """The runs that tune, as far as results have extended the grids."""
+        return list(plan_tuning_runs(self.spec, self.find_grids()))
 
     def plan_certain_runs(self) -> list[PlannedRun]:
-        """Confirming runs that are certain already: of arms that are done with tuning."""
-        return list(plan_confirming_runs(self.spec, self.choose_known_rates()))
+        """The runs that are certain already: those that tune, then the others of arms that are done with tuning."""
+        return [*self.plan_tuning(), *plan_confirming_runs(self.spec, self.choose_known_rates())]
+
+    def list_missing_runs(self) -> list[PlannedRun]:
+        """The runs that are certain and have not ended; every result that is read may make others certain."""
+        known = -1
+        missing: list[PlannedRun] = []
+        while len(self.results) > known:
+            known = len(self.results)
+            missing = self.list_unfinished(self.plan_certain_runs())
+        return missing
 
     # Carrying out
 
     def carry_out(self, executor: Executor, display: Display) -> list[RunResult]:
         """Do what is not done yet; every run's result."""
-        tuning = list(plan_tuning_runs(self.spec))
         self.discard_damaged_summaries(display)
         try:
-            if self.list_unfinished(tuning) or self.list_unfinished(self.plan_certain_runs()):
+            if self.list_missing_runs():
                 with leave_at_once("while its corpora were prepared"):
                     self.prepare_corpora(display)
             else:
                 self.write_record(self.read_data())
             with StopRequest() as stop:
-                results = self.perform(tuning, executor, display, stop)
-                confirming = plan_confirming_runs(self.spec, choose_learning_rates(self.spec, results))
-                results += self.perform(list(confirming), executor, display, stop)
+                self.perform(executor, display, stop)
         finally:
             display.close()
-        return results
+        return [self.results[run] for run in self.plan_certain_runs()]
 
     def discard_damaged_summaries(self, display: Display) -> None:
         """Let runs whose summary cannot be read end once more."""
@@ -241,12 +256,10 @@ class Study:
             if wrong is not None:
                 display.say(f"{wrong}; that run's end is evaluated again.")
 
-    def perform(
-        self, planned: Sequence[PlannedRun], executor: Executor, display: Display, stop: StopRequest
-    ) -> list[RunResult]:
-        """Do all of `planned`, several at a time. When none waits, runs that will follow are begun already."""
-        waiting, active = deque(self.list_unfinished(planned)), dict[str, PlannedRun]()
-        self.list_unfinished(self.plan_certain_runs())
+    def perform(self, executor: Executor, display: Display, stop: StopRequest) -> None:
+        """Do all runs, several at a time; those that a result makes certain wait behind the others."""
+        waiting, active = deque(self.list_missing_runs()), dict[str, PlannedRun]()
+        self.grids = self.find_grids()
         self.progress.begin(len(self.results))
         shown_at = -SHOW
         try:
@@ -254,7 +267,7 @@ class Study:
                 if stop.came is not None:
                     raise StudyInterrupted(f"stopped by {stop.came}; the same command continues.")
                 self.refuse_overtime(self.seconds_left() <= 0)
-                while executor.free and (waiting or self.add_certain_runs(waiting, active)):
+                while executor.free and waiting:
                     runs, together = self.take_group(waiting, executor.slots)
                     while len(runs) > 1 and not together and self.estimate_seconds(runs) > self.seconds_left():
                         waiting.appendleft(runs.pop())
@@ -268,13 +281,16 @@ class Study:
                         executor.submit(self.make_unit(runs, executor, together))
                 for task in executor.wait(POLL):
                     self.note_end(active.pop(task.name), display)
+                    self.say_extension(display)
+                    waiting.extend(
+                        run for run in self.list_missing_runs() if run not in waiting and run.name not in active
+                    )
                 if active and time.monotonic() - shown_at >= SHOW:
                     shown_at = time.monotonic()
                     self.show_progress(active.values(), display)
         finally:
             if active:
                 self.stop(executor, len(active), display)
-        return [result for run in planned if (result := self.find_result(run)) is not None]
 
     def seconds_left(self) -> float:
         return math.inf if self.until is None else self.until - time.monotonic()
@@ -289,14 +305,17 @@ class Study:
         """End where the time is over, or where nothing is under way and what comes next would not end in time."""
         if over:
             raise StudyInterrupted(
-                f"{len(self.results)} of {count_runs(self.spec)} runs are done and the minutes are over; the same "
+                f"{len(self.results)} of {self.count_runs()} runs are done and the minutes are over; the same "
                 "command continues."
             )
 
-    def add_certain_runs(self, waiting: deque[PlannedRun], active: Mapping[str, PlannedRun]) -> bool:
-        """Let runs of the second phase wait for the room that the first leaves."""
-        waiting.extend(run for run in self.list_unfinished(self.plan_certain_runs()) if run.name not in active)
-        return bool(waiting)
+    def say_extension(self, display: Display) -> None:
+        """Say which learning rates results have added."""
+        before, self.grids = self.grids, self.find_grids()
+        for corpus, grid in self.grids.items():
+            new = " and ".join(write_number(lr) for lr in grid.lrs if lr not in before[corpus].lrs)
+            if new:
+                display.say(f"on {corpus} an arm does best at an end of the learning rates, so all arms try {new} too.")
 
     def take_group(self, waiting: deque[PlannedRun], slots: WorkerSlots) -> tuple[list[PlannedRun], bool]:
         """The next run and those that go into one process with it, and whether they go together.
@@ -380,9 +399,13 @@ class Study:
             for run in active
             if run not in self.results and run.folder_in(self.folder).exists()
         }
-        hopeless = [key for key, lr in self.choose_known_rates().items() if lr is None]  # nothing is left to do there
-        total = count_runs(self.spec) - len(hopeless) * (self.spec.seeds - self.spec.tuning_seeds)
-        display.show(*self.progress.describe(self.results, parts, total))
+        display.show(*self.progress.describe(self.results, parts, self.count_runs()))
+
+    def count_runs(self) -> int:
+        """How many runs there are as far as is known: an arm that diverged at every learning rate has none beside."""
+        hopeless = [key for key, lr in self.choose_known_rates().items() if lr is None]
+        planned = count_runs(self.spec, self.find_grids())
+        return planned - len(hopeless) * (self.spec.seeds - self.spec.tuning_seeds)
 
     def stop(self, executor: Executor, count: int, display: Display) -> None:
         """Let all runs save their state and end."""

@@ -9,10 +9,11 @@ from typing import Any
 from qklab.study.learned import describe_learning_state, describe_pace, has_barely_learned
 from qklab.study.metrics import find_metric
 from qklab.study.plan import plan_confirming_runs, plan_tuning_runs, write_number, write_rounded
-from qklab.study.records import LOST, Analyses, RunResult, choose_learning_rates, collect_values, sum_up_ledger
+from qklab.study.records import LOST, Analyses, RunResult, collect_values, sum_up_ledger
 from qklab.study.spec import StudySpec
 from qklab.study.stats.interim import false_alarm_bound
 from qklab.study.stats.paired import find_outlier
+from qklab.study.tuning import ArmTuning, choose_learning_rates, describe_tuning, find_grids
 from qklab.study.verdict import Verdict, judge_arms
 from qklab.train.progress import format_duration
 
@@ -28,6 +29,8 @@ class Findings:
     corpus: str
     metric: str = "loss"
     lrs: dict[str, float | None] = field(default_factory=dict)
+    grid: list[float] = field(default_factory=list)
+    tuning: dict[str, ArmTuning] = field(default_factory=dict)
     values: dict[str, dict[int, float]] = field(default_factory=dict)
     verdicts: dict[str, Verdict] = field(default_factory=dict)
     ledgers: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -44,17 +47,18 @@ def derive_findings(
 ) -> Findings:
     """What a study, finished or not, says on a corpus: each arm at the learning rate that validation text chose."""
     analyses = Analyses() if analyses is None else analyses
-    lrs = choose_learning_rates(study, results)
-    ended = {result.planned for result in results}
-    untuned = [
-        arm for arm in study.arms if any((r.corpus, r.arm) == (corpus, arm) for r in {*plan_tuning_runs(study)} - ended)
-    ]
+    lrs, grids = choose_learning_rates(study, results), find_grids(study, results)
+    tuning = list(plan_tuning_runs(study, grids))
+    missing = {*tuning} - {result.planned for result in results}
+    untuned = [arm for arm in study.arms if any((run.corpus, run.arm) == (corpus, arm) for run in missing)]
     findings = Findings(
         corpus,
         study.metric,
         lrs={arm: lrs[corpus, arm] for arm in study.arms},
-        ledgers={arm: sum_up_ledger(results, corpus, arm, study.lrs) for arm in study.arms},
-        planned=sum(run.corpus == corpus for run in [*plan_tuning_runs(study), *plan_confirming_runs(study, lrs)]),
+        grid=grids[corpus].lrs,
+        tuning=describe_tuning(study, results, corpus),
+        ledgers={arm: sum_up_ledger(results, corpus, arm, grids[corpus].lrs) for arm in study.arms},
+        planned=sum(run.corpus == corpus for run in [*tuning, *plan_confirming_runs(study, lrs)]),
     )
     findings.costs = compare_costs(study, findings.ledgers)
     hopeless = [arm for arm in study.arms if findings.lrs[arm] is None and arm not in untuned]
@@ -96,7 +100,7 @@ def add_verdicts(
         metric=find_metric(study.metric),
         analyses=study.analyses,
     )
-    rates = ", ".join(map(write_number, study.lrs))
+    rates = ", ".join(map(write_number, findings.grid))
     for arm in hopeless:
         took = findings.ledgers[arm]
         sentence = f"{arm} diverged at every learning rate ({rates}): {took['diverged']} of {took['runs']} runs."
@@ -110,6 +114,7 @@ def add_verdicts(
     findings.notes += describe_learning_state(base, study.baseline)
     if pace := describe_pace(results, analyses.run_seconds):
         findings.notes.append(pace)
+    point_out_ends(findings)
     point_out_outliers(findings, study.baseline)
     propose_seeds(study, results, findings, analyses)
     taken = len(analyses.taken)
@@ -186,6 +191,17 @@ def propose_seeds(study: StudySpec, results: Sequence[RunResult], findings: Find
 
 def name_times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
+
+
+def point_out_ends(findings: Findings) -> None:
+    """Name arms whose best learning rate may lie beyond those that were tried."""
+    grid = findings.grid
+    arms = [arm for arm, lr in findings.lrs.items() if lr in (grid[0], grid[-1])]
+    if arms and len(grid) > 2:
+        tried = (
+            f"{join_names(arms)} did best at an end of the learning rates tried ({', '.join(map(write_number, grid))})"
+        )
+        findings.notes.append(f"{tried}: another might do better still.")
 
 
 def point_out_outliers(findings: Findings, baseline: str) -> None:

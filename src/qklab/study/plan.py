@@ -60,11 +60,20 @@ def encode_file_name(name: str) -> str:
     return f"{plain[: LONGEST - 18]}%~{hashlib.sha256(name.encode()).hexdigest()[:16]}"  # quote never writes %~
 
 
-def plan_tuning_runs(study: StudySpec) -> Iterator[PlannedRun]:
-    """Every arm at every learning rate, for the seeds that tune; a seed's arms next to each other."""
+@dataclass(frozen=True)
+class RateGrid:
+    """The learning rates that every arm tries on a corpus; `final` where no result to come can extend it."""
+
+    lrs: list[float]
+    final: bool
+
+
+def plan_tuning_runs(study: StudySpec, grids: Mapping[str, RateGrid] | None = None) -> Iterator[PlannedRun]:
+    """Every arm at every learning rate, for the seeds that tune; a seed's arms next to each other. `grids`: as results
+    have extended them, by corpus."""
     for corpus in study.corpora:
         for seed in range(study.tuning_seeds):
-            for lr in study.lrs:
+            for lr in study.lrs if grids is None else grids[corpus].lrs:
                 for arm in study.arms:
                     yield PlannedRun(corpus, arm, lr, seed)
 
@@ -79,7 +88,8 @@ def plan_confirming_runs(study: StudySpec, lrs: Mapping[tuple[str, str], float |
                     yield PlannedRun(corpus, arm, lr, seed)
 
 
-def count_runs(study: StudySpec) -> int:
+def count_runs(study: StudySpec, grids: Mapping[str, RateGrid] | None = None) -> int:
     """How many runs a study has if no arm diverges at every learning rate."""
-    each = study.tuning_seeds * len(study.lrs) + study.seeds - study.tuning_seeds
-    return len(study.corpora) * len(study.arms) * each
+    rates = sum(len(study.lrs if grids is None else grids[corpus].lrs) for corpus in study.corpora)
+    confirming = len(study.corpora) * (study.seeds - study.tuning_seeds)
+    return len(study.arms) * (study.tuning_seeds * rates + confirming)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -84,24 +85,14 @@ def is_in_use(folder: Path) -> bool:
     return False
 
 
-def choose_learning_rates(study: StudySpec, results: Sequence[RunResult]) -> dict[tuple[str, str], float | None]:
-    """(corpus, arm) → the learning rate with the lowest mean validation loss over the seeds that tune; None if at every
-    learning rate some run diverged."""
-    loss, chosen = find_metric("loss"), dict[tuple[str, str], float | None]()
-    for corpus in study.corpora:
-        for arm in study.arms:
-            means: dict[float, float] = {}
-            for lr in study.lrs:
-                own = [
-                    result.value(loss, "valid")
-                    for result in results
-                    if (result.planned.corpus, result.planned.arm, result.planned.lr) == (corpus, arm, lr)
-                    and result.planned.seed < study.tuning_seeds
-                ]
-                means[lr] = sum(own) / len(own) if own else math.inf
-            best = min(means, key=lambda lr: means[lr])
-            chosen[corpus, arm] = best if math.isfinite(means[best]) else None
-    return chosen
+def read_results(study: Path, spec: StudySpec) -> list[RunResult]:
+    """The results of all runs that have ended."""
+    planned = (
+        PlannedRun(corpus, arm, lr, seed)
+        for corpus, arm, lr in product(spec.corpora, spec.arms, spec.widest_grid)
+        for seed in range(spec.seeds)
+    )
+    return [result for run in planned if (result := read_result(study, run)) is not None]
 
 
 def collect_values(

@@ -85,6 +85,7 @@ class StudySpec(Spec):
         base: Settings of a run that all arms share, the budget among them.
         corpora: Sources as for `corpus.source`.
         lrs: The learning rates every arm tries: equal tuning.
+        extend: How many more at each end, by the grid's own ratio and for all arms alike, while an arm's best is there.
         seeds: How many paired seeds, from 0.
         tuning_seeds: How many of them try every learning rate; the others run at the one with the lowest mean
             validation loss, chosen for each arm and corpus.
@@ -103,6 +104,7 @@ class StudySpec(Spec):
     base: dict[str, Any] = checked_field(check_settings, None)
     corpora: list[str] = checked_field(check_corpora, ("stdlib",))
     lrs: list[float] = checked_field(check_learning_rates, (3e-3,))
+    extend: int = integer_field(0, at_least=0, at_most=10)
     seeds: int = integer_field(3, at_most=1000)
     tuning_seeds: int = integer_field(1, at_most=1000)
     match: Literal["tokens", "seconds", "flops", "parameters"] = choice_field("tokens", MATCHES)
@@ -124,7 +126,23 @@ class StudySpec(Spec):
             lambda s: f"there are only seeds={s.seeds}",
             lambda s: {"tuning_seeds": s.seeds},
         ),
+        Rule(
+            "extend",
+            lambda s: s.extend > 0 and len(s.lrs) < 2,
+            lambda s: f"lrs={s.lrs} has no ratio to go on by; give it two learning rates or more",
+            lambda s: {"extend": 0},
+        ),
     )
+
+    @property
+    def widest_grid(self) -> list[float]:
+        """The learning rates with all that may be added to them."""
+        if not self.extend:
+            return list(self.lrs)
+        ratio = (self.lrs[-1] / self.lrs[0]) ** (1 / (len(self.lrs) - 1))
+        steps = range(1, self.extend + 1)
+        lower = [float(f"{self.lrs[0] / ratio**k:.3g}") for k in reversed(steps)]
+        return [*lower, *self.lrs, *(float(f"{self.lrs[-1] * ratio**k:.3g}") for k in steps)]
 
     @property
     def fingerprint(self) -> str:

@@ -70,7 +70,7 @@ function tellMeasure(own) {
   if (!study) return "Each arm is what has the same settings but for the seed.";
   const isSized = isNumber(parameters) && isNumber(tokens);
   const size = isSized ? `${short(parameters)} parameters trained on ${short(tokens)} tokens; ` : "";
-  const rates = study.lrs.length === 1 ? "the same learning rate" : `the same ${study.lrs.length} learning rates`;
+  const rates = own.lrs.length === 1 ? "the same learning rate" : `the same ${own.lrs.length} learning rates`;
   return `${size}${unit} on test text, ${lower_is_better ? "lower" : "higher"} is better; ${
     plural(study.seeds, "seed")
   }, ` +

@@ -1,6 +1,6 @@
 // The group of runs that is shown, its arms, its metrics, and what they are counted in.
 
-import { data, isNumber, mean, page, state } from "./core.js";
+import { data, fixed, isNumber, mean, page, state } from "./core.js";
 
 if (state.group >= data.groups.length) state.group = 0;
 export const group = () => data.groups[state.group];
@@ -20,6 +20,8 @@ export function seedsNote() {
   const most = Math.max(0, ...group().arms.map((_, i) => new Set(runsOf(i).map((run) => run.seed)).size));
   return most === 1 ? " One seed is an anecdote: it has no interval." : "";
 }
+export const tellSensitivity = ({ mean: middle, half }) =>
+  fixed(middle, 3) + (isNumber(half) ? ` ± ${fixed(half, 3)}` : "");
 
 // A view is a metric as it is measured, or its exponential where that has a name. Means are taken of the metric, so
 // that the mean perplexity is that of the mean loss.

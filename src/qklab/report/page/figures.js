@@ -6,7 +6,7 @@ import { extent, isWide, nameRoom, Plot } from "./plot.js";
 import { Figure, makeControl, scaleControl } from "./figure.js";
 import { drawMap, drawShades } from "./heatmap.js";
 import { axisName, finalScores, group, isHidden, meanOf, ownMetric, runName, runsOf } from "./arms.js";
-import { seedsNote, valueOf, viewNames, viewOf, visibleArms } from "./arms.js";
+import { seedsNote, tellSensitivity, valueOf, viewNames, viewOf, visibleArms } from "./arms.js";
 
 const START = { "text-anchor": "start" }, END = { "text-anchor": "end" };
 
@@ -123,9 +123,9 @@ export const forest = new Figure("forest", {
 const isTuning = (run) => !group().study || run.seed < group().study.tuning_seeds;
 const isChosen = (arm, lr) => group().study && lr === arm.lr;
 function tellEdges() {
-  const { study, arms } = group();
-  if (!study || study.lrs.length < 2) return "";
-  return [["highest", "higher", Math.max(...study.lrs)], ["lowest", "lower", Math.min(...study.lrs)]].map(
+  const { lrs, arms } = group();
+  if (lrs.length < 2) return "";
+  return [["highest", "higher", Math.max(...lrs)], ["lowest", "lower", Math.min(...lrs)]].map(
     ([edge, beyond, lr]) => {
       const own = arms.filter((arm) => arm.lr === lr).map((arm) => arm.name);
       return own.length
@@ -133,6 +133,16 @@ function tellEdges() {
         : "";
     },
   ).join("");
+}
+function tellSensitivities() {
+  const known = visibleArms().filter((arm) => arm.tuning?.sensitivity);
+  if (!known.length) return "";
+  const told = known.map((arm) => `${arm.name} ${tellSensitivity(arm.tuning.sensitivity)}`).join(", ");
+  const bars = known.some((arm) => arm.tuning.best)
+    ? " Bars below: the rates among which the seeds show the best."
+    : "";
+  return `${bars} Learning-rate sensitivity, the mean over all rates of min(loss, that of an untrained model) less ` +
+    `the loss at the best rate, in nats: ${told}.`;
 }
 function drawRates(figure, width) {
   const view = viewOf(figure.get("unit")), valid = (run) => valueOf(run.valid, view);
@@ -145,7 +155,9 @@ function drawRates(figure, width) {
   const x = { domain: extent(lrs, { pad: 0.12, log: true }), log: true, label: "learning rate", format };
   if (lrs.length <= 7) x.ticks = lrs;
   const y = { domain: extent(measured.map((run) => view.of(valid(run))), { pad: 0.1 }) || [0, 1], label: "" };
-  const plot = new Plot(width, isWide(width) ? 340 : 290, { top, x, y, title: "Loss against learning rate" });
+  const barred = visibleArms().filter((arm) => arm.tuning?.best), room = 7 * barred.length;
+  y.domain[0] -= ((y.domain[1] - y.domain[0]) * room) / 240; // so that bars lie below the marks
+  const plot = new Plot(width, (isWide(width) ? 340 : 290) + room, { top, x, y, title: "Loss against learning rate" });
   const soft = { ...START, fill: plot.colours.soft, "font-size": 12.5 };
   plot.text(8, 18, `validation ${axisName(view)}`, soft);
   if (isStrip) {
@@ -157,7 +169,13 @@ function drawRates(figure, width) {
     const shift = (k - (arms.length - 1) / 2) * Math.min(7, 40 / arms.length), at = (lr) => plot.x(lr) + shift;
     drawRatesOfArm(plot, arm, runs.filter((run) => run.arm === arm.i), lrs, { view, valid, at });
   });
+  barred.forEach((arm, k) => drawBestRates(plot, arm, plot.floor - 6 - 7 * k));
   return plot;
+}
+function drawBestRates(plot, arm, y) {
+  const { best } = arm.tuning, [from, to] = [plot.x(best[0]) - 6, plot.x(best.at(-1)) + 6], style = armStyle(arm.i);
+  plot.drawn(arm.i, `M${from.toFixed(1)},${y}H${to.toFixed(1)}`, { stroke: style.colour, "stroke-width": 3 });
+  plot.hit(plot.x(arm.lr), y, arm.name, () => [`best learning rate among ${best.map((lr) => digits(lr)).join(", ")}`]);
 }
 function drawRatesOfArm(plot, arm, runs, lrs, { view, valid, at }) {
   const style = armStyle(arm.i), means = [];
@@ -198,7 +216,7 @@ export const rates = new Figure("rates", {
       ? " Runs that diverged are in the strip at the top."
       : "";
     return "Validation at the end of each run, one mark a run; the line goes through the means of " +
-      `${through}.${strip}${tellEdges()}`;
+      `${through}.${strip}${tellEdges()}${tellSensitivities()}`;
   },
   draw: drawRates,
 });

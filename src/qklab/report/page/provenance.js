@@ -3,10 +3,10 @@
 import { bytes, data, digits, fixed, grouped, h, hash, isNumber, short, time } from "./core.js";
 import { makeTable } from "./table.js";
 import { relativeCost } from "./answer.js";
-import { group, metricOf, valueOf } from "./arms.js";
+import { group, metricOf, tellSensitivity, valueOf } from "./arms.js";
 
 export function ledgerTable() {
-  const { study, arms } = group(), took = (key) => (arm) => arm.ledger?.[key];
+  const { study, arms, lrs } = group(), took = (key) => (arm) => arm.ledger?.[key];
   const column = (name, key, write, small = (arm) => relativeCost(arm, key)) => ({
     name,
     csv: key,
@@ -23,6 +23,14 @@ export function ledgerTable() {
       small: (arm) => (arm.ledger ? `of ${arm.ledger.learning_rates.length} tried` : null),
     },
     { csv: "learning_rates_tried", raw: (arm) => arm.ledger?.learning_rates.join(" ") },
+    { csv: "learning_rates_among_which_the_best_is", raw: (arm) => arm.tuning?.best?.join(" ") },
+    {
+      name: "sensitivity to it",
+      csv: "learning_rate_sensitivity",
+      text: (arm) => (arm.tuning?.sensitivity ? tellSensitivity(arm.tuning.sensitivity) : "–"),
+      raw: (arm) => arm.tuning?.sensitivity?.mean,
+      small: () => "nats",
+    },
     column("runs", "runs", String, null),
     column("diverged", "diverged", String, null),
     column("parameters", "parameters", grouped),
@@ -33,7 +41,7 @@ export function ledgerTable() {
     column("peak memory", "peak_memory_bytes", bytes),
     column("cache per token", "cache_bytes_per_token", bytes),
   ];
-  const rates = study ? study.lrs.map((lr) => digits(lr)).join(", ") : "";
+  const rates = lrs.map((lr) => digits(lr)).join(", ");
   const beside = study ? ` Small: against ${study.baseline}. Learning rates tried by every arm: ${rates}.` : "";
   const lead = `What each arm got and took, mean over its runs.${beside} Times hold for the machine and its load.`;
   return makeTable("ledger", columns, arms, { lead });

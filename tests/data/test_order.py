@@ -75,7 +75,7 @@ def test_segments_are_the_documents_and_each_begins_with_end_of_text() -> None:
     source = text()
     order = Order(source, 3, 8, 32)
     for step in range(20):
-        ids, segments = order.rows(step)
+        ids, segments, _ = order.rows(step)
         assert segments is not None
         for row, marks in zip(ids, segments, strict=True):
             starts = np.flatnonzero(np.diff(marks)) + 1

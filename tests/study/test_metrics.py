@@ -18,33 +18,33 @@ BASE = {"model": {"recipe": "nano"}, "budget": {"tokens": 4096}}
 
 
 @pytest.fixture
-def accuracy() -> Iterator[type[Metric]]:
-    @register.metric("accuracy")
-    class Accuracy(Metric):
-        label, unit, difference_unit, lower_is_better = "accuracy", "of the answers right", "points", False
+def share() -> Iterator[type[Metric]]:
+    @register.metric("share")
+    class Share(Metric):
+        label, unit, difference_unit, lower_is_better = "share", "of the answers right", "points", False
 
         def read(self, evaluation: Mapping[str, Any]) -> float:
             return evaluation["right"] / evaluation["answers"]
 
-    yield Accuracy
-    del register.metric.entries["accuracy"]
+    yield Share
+    del register.metric.entries["share"]
 
 
 def study(**changes: Any) -> StudySpec:
     return StudySpec.from_dict({"baseline": "standard", "arms": ARMS, "base": BASE} | changes)
 
 
-@pytest.mark.usefixtures("accuracy")
+@pytest.mark.usefixtures("share")
 def test_a_registered_metric_is_a_choice_of_a_study_and_is_read_from_its_runs() -> None:
-    metric = find_metric(study(metric="accuracy").metric)
+    metric = find_metric(study(metric="share").metric)
     run = RunResult(PlannedRun("c", "k=v", 1e-3, 0), "finished", {"evaluation": {"test": {"right": 3, "answers": 4}}})
     assert run.value(metric) == 0.75
     assert run.describe(metric) == "0.7500 of the answers right"
     assert RunResult(run.planned, "diverged", {}).value(metric) == -math.inf
-    assert [each.name for each in list_metrics()] == ["loss", "bits_per_byte", "accuracy"]
+    assert [each.name for each in list_metrics()] == ["loss", "bits_per_byte", "accuracy", "sequence_accuracy", "share"]
     assert metric.describe() == {
-        "name": "accuracy",
-        "label": "accuracy",
+        "name": "share",
+        "label": "share",
         "unit": "of the answers right",
         "difference_unit": "points",
         "lower_is_better": False,
@@ -62,6 +62,18 @@ def test_our_own_are_better_where_they_are_lower(name: str) -> None:
     assert RunResult(planned, "diverged", {}).value(metric) == math.inf
 
 
+def test_accuracies_are_percentages_with_their_chance() -> None:
+    found = {"accuracy": 0.75, "chance": 0.1, "sequence_accuracy": 0.5, "sequence_chance": 0.0}
+    for name, value, chance in (("accuracy", 75.0, 10.0), ("sequence_accuracy", 50.0, 0.0)):
+        metric = find_metric(name)
+        assert (metric.read(found), metric.read_chance(found), metric.lower_is_better) == (value, chance, False)
+        assert metric.read_chance({}) is None
+        with pytest.raises(KeyError):
+            metric.read({"loss": 1.0})
+
+
 def test_a_name_that_nothing_is_registered_under_is_refused_with_a_suggestion() -> None:
-    with pytest.raises(SpecError, match=r"metric.*must be one of 'loss', 'bits_per_byte' \(did you mean 'loss'\?\)"):
+    with pytest.raises(
+        SpecError, match=r"metric.*must be one of 'loss', .*'sequence_accuracy' \(did you mean 'loss'\?\)"
+    ):
         study(metric="los")

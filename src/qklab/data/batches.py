@@ -38,6 +38,9 @@ class Batch(NamedTuple):
 
 def make_batch(windows: Windows) -> Batch:
     ids = torch.from_numpy(windows.ids)
+    if windows.targets is not None:
+        segments = None if windows.segments is None else torch.from_numpy(windows.segments).contiguous()
+        return Batch(ids.contiguous(), torch.from_numpy(windows.targets).contiguous(), segments)
     segments = None if windows.segments is None else torch.from_numpy(windows.segments[..., :-1].copy())
     return Batch(ids[..., :-1].contiguous(), ids[..., 1:].contiguous(), segments)
 
@@ -85,11 +88,16 @@ class EvaluationWindows:
         self.split, self.context, self.eot, self.packed = split, context, eot, packed
 
     def __len__(self) -> int:
-        return -(-self.split.tokens // self.context)
+        return -(-self.tokens // self.context)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all windows together."""
+        return self.split.tokens
 
     def select_windows(self, tokens: int | None) -> np.ndarray:
-        """All windows, or evenly spread ones with about `tokens` targets."""
-        if tokens is None or tokens >= self.split.tokens:
+        """All windows, or evenly spread ones with about `tokens` tokens."""
+        if tokens is None or tokens >= self.tokens:
             return np.arange(len(self))
         count = max(1, tokens // self.context)
         return np.unique(np.linspace(0, len(self) - 1, count).round().astype(np.int64))

@@ -20,10 +20,12 @@ PACKINGS: tuple[Packing, ...] = ("packed", "contiguous")
 
 
 class Windows(NamedTuple):
-    """Rows of tokens and the text each belongs to."""
+    """Rows of tokens and the text each belongs to: T + 1 of them, where each is to be predicted from those before, or T
+    with a target at each."""
 
-    ids: np.ndarray  # [B, T + 1] int64
-    segments: np.ndarray | None  # [B, T + 1] int64, counted from 0 in each row; None: the row is one text
+    ids: np.ndarray  # [B, T + 1] or [B, T] int64
+    segments: np.ndarray | None  # as ids, counted from 0 in each row; None: the row is one text
+    targets: np.ndarray | None = None  # [B, T] int64, −100 where nothing is asked
 
 
 def mix_bits(x: np.ndarray) -> np.ndarray:

@@ -83,9 +83,10 @@ def scan_source(
     folder: Path, spec: DataSpec, source: Source, data: Path | None, report: ReportProgress
 ) -> dict[str, Any]:
     """Read every document once: counts, duplicates, a digest of it all, and the tokenizer, written to `folder`."""
-    tokenizer = (
-        None if spec.tokenizer == "bpe" else find_tokenizer(spec, data)
-    )  # missing, if so, before hours of reading
+    if source.alphabet is not None:
+        tokenizer = Tokenizer({"kind": "symbols", "tokens": [*source.alphabet, "."]})
+    else:  # missing, if so, before hours of reading
+        tokenizer = None if spec.tokenizer == "bpe" else find_tokenizer(spec, data)
     paths = {split: folder / UNFINISHED / f"{split}.digests" for split in SPLITS}
     for split_by in (HASH, POSITION):
         tally, sample, dropped, position = Tally(), TokenizerSample(), Counter[str](), 0

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from qklab import register
 from qklab.data.formats import BESIDE, COMPRESSED, READERS, detect_format, read_documents, split_long_text
@@ -44,6 +44,10 @@ class Source(ABC):
     size: int  # the last position of a document
     splits: frozenset[str] = frozenset()  # those the source itself keeps apart; empty where it assigns no document
     notes: tuple[str, ...] = ()  # what was left out, for people
+    alphabet: list[str] | None = None  # the symbols of documents that are no text but symbols between spaces
+    without: ClassVar[dict[str, str]] = dict.fromkeys(  # settings that mean nothing here, and why
+        ("column", "encoding", "skip_bad"), "is for files and folders"
+    )
 
     def __init__(self, name: str):
         self.name = name
@@ -316,11 +320,11 @@ def find_source(name: str, data: Path | None = None, spec: DataSpec | None = Non
     spec = DataSpec() if spec is None else spec
     path = find_source_path(name, data)
     if path is None:
-        plain = DataSpec()
-        for setting in ("column", "encoding", "skip_bad"):
+        plain, kind = DataSpec(), register.source[name.partition(":")[0]]
+        for setting, why in kind.without.items():
             if getattr(spec, setting) != getattr(plain, setting):
-                raise DataError(f"{setting} is for files and folders, but the source is {name}; leave it out.")
-        return register.source[name.partition(":")[0]](name)
+                raise DataError(f"{setting} {why}, but the source is {name}; leave it out.")
+        return kind(name)
     packed = ", ".join(suffix for suffix in COMPRESSED if suffix)
     kinds = f"{', '.join(READERS | BESIDE)} (each also with {packed})"
     if path.is_dir():

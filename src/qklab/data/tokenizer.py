@@ -1,4 +1,7 @@
-"""Tokenizers: bytes, a BPE trained on the corpus, or GPT-2's. All are byte-level: no text is unknown to them."""
+"""Tokenizers: bytes, a BPE trained on the corpus, or GPT-2's. All are byte-level: no text is unknown to them.
+
+Tasks have symbols between spaces instead.
+"""
 
 import functools
 import hashlib
@@ -51,7 +54,8 @@ def byte_of_character() -> dict[str, int]:
 class Tokenizer:
     """Text to token numbers and back. The last number, `eot`, marks the beginning of a document and stands for no text.
 
-    `definition` is {"kind": "bytes"} or {"kind": "bpe", "tokens": […], "merges": [[left, right], …]}.
+    `definition` is {"kind": "bytes"}, {"kind": "bpe", "tokens": […], "merges": [[left, right], …]} or
+    {"kind": "symbols", "tokens": […]}, whose last token is end-of-text as in a BPE.
     """
 
     def __init__(self, definition: dict[str, Any]):
@@ -60,13 +64,16 @@ class Tokenizer:
         self.vocab = len(self.pieces)
         self.eot = self.vocab - 1
         self.hash = hashlib.sha256(canonical_json({"format": FORMAT, **definition})).hexdigest()
-        self.byte_lengths = np.array([len(piece) for piece in self.pieces], np.int64)
+        text = definition["kind"] != "symbols"  # symbols stand for no text, and so for no bytes of it
+        self.byte_lengths = np.array([len(piece) * text for piece in self.pieces], np.int64)
         self.dtype = token_dtype(self.vocab)
 
     @functools.cached_property
     def encode_batch(self) -> Callable[[Sequence[str]], list[np.ndarray]]:
         if self.definition["kind"] == "bytes":
             return lambda texts: [np.frombuffer(text.encode(), np.uint8).astype(self.dtype) for text in texts]
+        if self.definition["kind"] == "symbols":
+            return self.encode_symbols
         tokens_of = ChunkCache(self.definition, self.dtype).__getitem__
         return lambda texts: [np.frombuffer(b"".join(map(tokens_of, CHUNK.findall(x))), self.dtype) for x in texts]
 
@@ -75,6 +82,14 @@ class Tokenizer:
         if isinstance(texts, str):
             raise DataError("encode takes a list of texts, but one text came; write encode([text]).")
         return self.encode_batch(texts)
+
+    def encode_symbols(self, texts: Sequence[str]) -> list[np.ndarray]:
+        numbers = {token: number for number, token in enumerate(self.definition["tokens"])}
+        try:
+            return [np.array([numbers[symbol] for symbol in text.split()], self.dtype) for text in texts]
+        except KeyError as error:
+            known = " ".join(self.definition["tokens"][:12])
+            raise DataError(f"there is no symbol {error} among those of this task: {known} …") from None
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of tokens; bytes that are no UTF-8 and numbers beyond the vocabulary become U+FFFD."""
@@ -132,8 +147,10 @@ def token_bytes(definition: dict[str, Any]) -> list[bytes]:
     """What each token stands for; end-of-text, the last, stands for nothing."""
     if definition["kind"] == "bytes":
         return [bytes([byte]) for byte in range(256)] + [b""]
-    byte = byte_of_character()
     tokens = definition["tokens"]
+    if definition["kind"] == "symbols":
+        return [f"{token} ".encode() for token in tokens[:-1]] + [b""]
+    byte = byte_of_character()
     return [bytes(byte[character] for character in token) for token in tokens[:-1]] + [b""]
 
 

@@ -30,9 +30,10 @@ def write_findings(study: StudySpec, findings: Findings) -> str:
 
 def write_table(study: StudySpec, findings: Findings) -> str:
     """An arm a row: the mean of the metric on test text, and what the arm took."""
+    chance = "" if findings.chance is None else f" (chance {findings.chance:.1f})"
     rows = [
         [
-            find_metric(study.metric).unit,
+            find_metric(study.metric).unit + chance,
             "test",
             "lr",
             "sensitivity",

@@ -23,8 +23,8 @@ ALIKE = 0.02  # costs that differ by less are called the same: clocks and alloca
 @dataclass
 class Findings:
     """By name of the arm. `values` are the metric on test text by seed, over the seeds all arms are compared at;
-    `settling` says what would settle open cases, and `command` does it; `notes` say what could not be found, or only
-    with a reservation, and why."""
+    `chance` is its value where nothing has been learned, if it has one; `settling` says what would settle open cases,
+    and `command` does it; `notes` say what could not be found, or only with a reservation, and why."""
 
     corpus: str
     metric: str = "loss"
@@ -32,6 +32,7 @@ class Findings:
     grid: list[float] = field(default_factory=list)
     tuning: dict[str, ArmTuning] = field(default_factory=dict)
     values: dict[str, dict[int, float]] = field(default_factory=dict)
+    chance: float | None = None
     verdicts: dict[str, Verdict] = field(default_factory=dict)
     ledgers: dict[str, dict[str, Any]] = field(default_factory=dict)
     costs: dict[str, str] = field(default_factory=dict)
@@ -61,6 +62,7 @@ def derive_findings(
         planned=sum(run.corpus == corpus for run in [*tuning, *plan_confirming_runs(study, lrs)]),
     )
     findings.costs = compare_costs(study, findings.ledgers)
+    findings.chance = find_chance(study, results, corpus)
     hopeless = [arm for arm in study.arms if findings.lrs[arm] is None and arm not in untuned]
     begun = {arm: own for arm in study.arms if (own := collect_values(study, results, lrs, corpus, arm))}
     if untuned:
@@ -84,6 +86,13 @@ def derive_findings(
         }
         add_verdicts(study, results, findings, hopeless, analyses)
     return findings
+
+
+def find_chance(study: StudySpec, results: Sequence[RunResult], corpus: str) -> float | None:
+    """The metric's value without reading a sequence: the same for every run that was evaluated on all of test."""
+    metric = find_metric(study.metric)
+    tests = [r.summary.get("evaluation", {}).get("test", {}) for r in results if r.planned.corpus == corpus]
+    return next((chance for test in tests if (chance := metric.read_chance(test)) is not None), None)
 
 
 def add_verdicts(

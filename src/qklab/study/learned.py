@@ -39,6 +39,10 @@ def describe_reading(summary: dict[str, Any]) -> list[str]:
     sentence = f"Each run trained {write_rounded(parameters / 1e6, 3)} M parameters on {tokens:,} tokens, {rate}"
     if corpus is None or not corpus["train_tokens"]:
         return [f"{sentence}."]
+    if "sequences" in corpus:
+        return [
+            f"{sentence}: {write_rounded(tokens / corpus['train_tokens'])} times {corpus['sequences']:,} sequences."
+        ]
     used = min(1.0, tokens / corpus["train_tokens"]) * corpus["train_bytes"]
     of = corpus["text_bytes"] or corpus["train_bytes"]
     epochs = tokens / corpus["train_tokens"]
@@ -52,6 +56,12 @@ def describe_loss(results: Sequence[RunResult], arm: str) -> list[str]:
     losses = collect_test(results, "loss", "unigram_loss")
     if not losses:
         return []
+    if hits := collect_test(results, "accuracy", "sequence_accuracy", "chance"):
+        right, whole, chance = (100 * sum(column) / len(hits) for column in zip(*hits, strict=True))
+        return [
+            f"{arm} gets {right:.2f} % of the answers right and {whole:.2f} % of the sequences; saying the most "
+            f"frequent answer of each place, {chance:.2f} % of the answers would be right."
+        ]
     loss, unigram = (sum(column) / len(losses) for column in zip(*losses, strict=True))
     sentence = f"The test loss of {arm} is {loss:.3f} nats per token, that of a unigram model {unigram:.3f}."
     if has_barely_learned(results):
@@ -63,12 +73,15 @@ def describe_loss(results: Sequence[RunResult], arm: str) -> list[str]:
 
 
 def describe_sampling(results: Sequence[RunResult]) -> list[str]:
-    sampled = [own for own in collect_test(results, "tokens", "split_tokens", "standard_error") if own[2]]
+    what, read, there = "tokens", "tokens", "split_tokens"
+    if collect_test(results, "sequences", "split_sequences"):
+        what, read, there = "sequences", "sequences", "split_sequences"
+    sampled = [own for own in collect_test(results, read, there, "standard_error") if own[2]]
     if not sampled:
         return []
-    tokens, split_tokens, error = sampled[0]
+    number, whole, error = sampled[0]
     return [
-        f"Tested on {tokens:,} of {split_tokens:,} tokens of test text, the same for every run: another choice would "
+        f"Tested on {number:,} of {whole:,} {what} of test text, the same for every run: another choice would "
         f"move all losses by about ±{error:.2g}, and differences between arms by less."
     ]
 

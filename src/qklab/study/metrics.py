@@ -31,6 +31,10 @@ class Metric:
         it is not there."""
         raise NotImplementedError
 
+    def read_chance(self, evaluation: Mapping[str, Any]) -> float | None:
+        """The value that says nothing has been learned, where there is one."""
+        return None
+
     @property
     def worst(self) -> float:
         """The value of a run that diverged."""
@@ -58,6 +62,34 @@ class BitsPerByte(Metric):
 
     def read(self, evaluation: Mapping[str, Any]) -> float:
         return float(evaluation["bits_per_byte"])
+
+
+@register.metric("accuracy")
+class Accuracy(Metric):
+    """The share of a task's answers that are right, or of masked tokens."""
+
+    label, unit, difference_unit = "accuracy", "% of the answers right", "percentage points"
+    lower_is_better = False
+
+    def read(self, evaluation: Mapping[str, Any]) -> float:
+        return 100 * float(evaluation["accuracy"])
+
+    def read_chance(self, evaluation: Mapping[str, Any]) -> float | None:
+        return 100 * float(evaluation["chance"]) if "chance" in evaluation else None
+
+
+@register.metric("sequence_accuracy")
+class SequenceAccuracy(Metric):
+    """The share of a task's sequences in which every answer is right."""
+
+    label, unit, difference_unit = "sequence accuracy", "% of the sequences right", "percentage points"
+    lower_is_better = False
+
+    def read(self, evaluation: Mapping[str, Any]) -> float:
+        return 100 * float(evaluation["sequence_accuracy"])
+
+    def read_chance(self, evaluation: Mapping[str, Any]) -> float | None:
+        return 100 * float(evaluation["sequence_chance"]) if "sequence_chance" in evaluation else None
 
 
 def find_metric(name: str) -> Metric:

@@ -1,4 +1,5 @@
-"""Validation: negative log-likelihood per token, perplexity per token, bits per byte."""
+"""Validation: negative log-likelihood per token, perplexity per token, bits per byte; and how many answers are right,
+where it is not the next token that is asked."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ class Evaluation:
     tokens: int
     bytes: int
     standard_error: float = 0.0  # of the loss, from having read some windows of the split and not all
+    hits: "Hits | None" = None
 
     @property
     def loss(self) -> float:
@@ -39,14 +41,31 @@ class Evaluation:
         return self.nats / math.log(2) / self.bytes if self.bytes else math.inf
 
     def to_dict(self) -> dict[str, Any]:
+        text = {} if self.hits is not None else {"bits_per_byte": self.bits_per_byte, "bytes": self.bytes}
+        about = {"loss": self.loss, "perplexity": self.perplexity, "tokens": self.tokens} | text
+        about["standard_error"] = self.standard_error
+        return about if self.hits is None else about | self.hits.describe(self.tokens)
+
+
+@dataclass(frozen=True)
+class Hits:
+    """How many answers were right, and in how many of the `windows` that were read all of them."""
+
+    tokens: float
+    whole: float
+    windows: int
+    standard_errors: tuple[float, float]  # of both shares, from having read some windows of the split and not all
+
+    def describe(self, asked: int) -> dict[str, Any]:
         return {
-            "loss": self.loss,
-            "perplexity": self.perplexity,
-            "bits_per_byte": self.bits_per_byte,
-            "tokens": self.tokens,
-            "bytes": self.bytes,
-            "standard_error": self.standard_error,
+            "accuracy": self.tokens / asked,
+            "sequence_accuracy": self.whole / self.windows,
+            "sequences": self.windows,
+            "accuracy_errors": list(self.standard_errors),
         }
+
+
+SUMS = 6
 
 
 @dataclass
@@ -56,11 +75,11 @@ class EvaluationSums:
     windows: int = 0
     tokens: int = 0
     bytes: int = 0
-    nats: torch.Tensor | None = None  # [runs, 2]: of all windows, and squares of each window's
+    nats: torch.Tensor | None = None  # [runs, 6]: of all windows, and squares of each window's; hits; windows all hit
 
     def describe(self, run: int) -> dict[str, Any]:
         """What there is of one run."""
-        nats = [0.0, 0.0] if self.nats is None else self.nats[run].tolist()
+        nats = [0.0] * SUMS if self.nats is None else self.nats[run].tolist()
         return {"windows": self.windows, "tokens": self.tokens, "bytes": self.bytes, "nats": nats}
 
     @classmethod
@@ -85,16 +104,17 @@ def evaluate_windows(
     tick: Callable[[float], None] = lambda done: None,
     sums: EvaluationSums | None = None,
     members: int | None = None,
+    counts_hits: bool = False,
 ) -> list[Evaluation]:
     """The model's loss on about `tokens` evenly spread tokens of a split, or on all of it; the same windows for every
-    model, and for each of the `members` of a stacked one. `tick` is told the fraction done and may raise to give up;
-    `sums` then has what is done so far, to go on with."""
+    model, and for each of the `members` of a stacked one; with `counts_hits` also what it gets right. `tick` is told
+    the fraction done and may raise to give up; `sums` then has what is done so far, to go on with."""
     chosen = windows.select_windows(tokens)
     mine = np.array_split(chosen, machine.world)[machine.rank]
     was_training = objective.training
     objective.eval()
     sums = EvaluationSums() if sums is None else sums
-    nats = torch.zeros(members or 1, 2, dtype=torch.float64) if sums.nats is None else sums.nats
+    nats = torch.zeros(members or 1, SUMS, dtype=torch.float64) if sums.nats is None else sums.nats
     sums.nats = nats = nats.to(machine.device)
     try:
         # every rank makes as many calls as the busiest, since sharded models need all ranks in each
@@ -103,10 +123,17 @@ def evaluate_windows(
             batch = windows.batch(part if len(part) else chosen[:1])
             real = batch.targets[batch.targets != IGNORED].numpy() if len(part) else np.empty(0, np.int64)
             with torch.autocast(machine.device.type, torch.bfloat16, enabled=bf16):
-                losses, _ = objective(*repeat_rows(batch.to(machine.device), members), per_token=True)
+                losses, hits = objective(
+                    *repeat_rows(batch.to(machine.device), members), per_token=True, counts_hits=counts_hits
+                )
             if len(part):
-                windowed = losses.double().view(len(nats), len(part), -1).sum(2)
-                nats += torch.stack([windowed.sum(1), windowed.square().sum(1)], 1)
+                columns = [losses.double().view(len(nats), len(part), -1).sum(2)]
+                if counts_hits:
+                    right = hits.view(len(nats), len(part), -1).sum(2)
+                    asked = (batch.targets != IGNORED).sum(1).to(right.device)
+                    columns += [right.double(), (right == asked).double()]
+                for number, windowed in enumerate(columns):
+                    nats[:, 2 * number : 2 * number + 2] += torch.stack([windowed.sum(1), windowed.square().sum(1)], 1)
             sums.windows, sums.tokens = first + rows, sums.tokens + len(real)
             sums.bytes += int(byte_lengths[real].sum())
             tick(min(1.0, (first + rows) / max(1, len(mine))))
@@ -114,9 +141,13 @@ def evaluate_windows(
         objective.train(was_training)
     *flat, counted, text_bytes = sum_over_ranks(*nats.flatten().tolist(), sums.tokens, sums.bytes)
     evaluations = []
-    for total, squares in zip(flat[::2], flat[1::2], strict=True):
-        error = estimate_error(total, squares, len(chosen), len(windows)) * len(chosen) / counted
-        evaluations.append(Evaluation(total, int(counted), int(text_bytes), error))
+    for run in range(0, len(flat), SUMS):
+        pairs = [flat[run + first : run + first + 2] for first in range(0, SUMS, 2)]
+        errors = [estimate_error(*pair, len(chosen), len(windows)) * len(chosen) for pair in pairs]
+        (total, _), (right, _), (whole, _) = pairs
+        shares = (errors[1] / counted, errors[2] / len(chosen))
+        hits = Hits(right, whole, len(chosen), shares) if counts_hits else None
+        evaluations.append(Evaluation(total, int(counted), int(text_bytes), errors[0] / counted, hits))
     return evaluations
 
 

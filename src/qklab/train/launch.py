@@ -276,12 +276,22 @@ def describe_outcome(outcome: Outcome) -> str:
         f"{format_duration(summary['seconds'])} of training at {summary['tokens_per_second']:,.0f} tokens/s"
     ]
     for split, result in summary["evaluation"].items():
-        lines.append(
-            f"  {split}: loss {result['loss']:.4f} nats per token, perplexity {result['perplexity']:.2f} per token, "
-            f"{result['bits_per_byte']:.4f} bits per byte (a unigram model: {result['unigram_loss']:.4f} nats)"
-            f"{describe_sample(result)}"
-        )
+        lines.append(f"  {split}: {describe_evaluation(result)}{describe_sample(result)}")
     return "\n".join(lines)
+
+
+def describe_evaluation(result: dict[str, Any]) -> str:
+    """What came of a split, and what would without reading what stands around."""
+    loss, unigram = f"loss {result['loss']:.4f} nats per token", f"{result['unigram_loss']:.4f} nats"
+    if "chance" in result:
+        return (
+            f"{result['accuracy']:.2%} of the answers right (chance {result['chance']:.2%}), "
+            f"{result['sequence_accuracy']:.2%} of the sequences, {loss} (without reading: {unigram})"
+        )
+    perplexity = f"perplexity {result['perplexity']:.2f} per token"
+    if "accuracy" in result:
+        return f"{result['accuracy']:.2%} of the masked tokens right, {loss}, {perplexity} (a unigram model: {unigram})"
+    return f"{loss}, {perplexity}, {result['bits_per_byte']:.4f} bits per byte (a unigram model: {unigram})"
 
 
 def describe_sample(result: dict[str, Any]) -> str:
@@ -289,4 +299,6 @@ def describe_sample(result: dict[str, Any]) -> str:
     if not result.get("standard_error"):
         return ""
     share = f"{result['tokens']:,} of {result['split_tokens']:,} tokens"
+    if "split_sequences" in result:
+        share = f"{result['sequences']:,} of {result['split_sequences']:,} sequences"
     return f", on {share}: ± {result['standard_error']:.4f} nats by the choice of windows"

@@ -21,6 +21,8 @@ from qklab.train.signals import StopRequest
 from qklab.train.spec import RunSpec
 from qklab.train.trainer import PendingStep, State, Trainer
 
+LOGGED = ("bits_per_byte", "accuracy", "sequence_accuracy")  # beside the validation loss
+
 Status = Literal["finished", "interrupted", "diverged"]
 
 
@@ -211,7 +213,8 @@ class Loop:
                 if improved[run]:
                     state.best, state.best_step = result.loss, state.step
                 member.recorder.append("evaluation", state.step, split="valid", **result.to_dict())
-                member.recorder.log(state.step, validation_loss=result.loss, bits_per_byte=result.bits_per_byte)
+                shown = {name: value for name, value in result.to_dict().items() if name in LOGGED}
+                member.recorder.log(state.step, validation_loss=result.loss, **shown)
         if self.due(self.spec.probes, before):
             with self.measure_time("probes"):
                 for run, member in self.live:

@@ -57,9 +57,7 @@ class SharedOrder:
 
     def rows(self, step: int, rank: int = 0, world: int = 1) -> Windows:
         parts = [order.rows(step, rank, world) for order in self.orders]
-        ids = np.stack([part.ids for part in parts])
-        packed = [part.segments for part in parts if part.segments is not None]
-        return Windows(ids, np.stack(packed) if packed else None)
+        return Windows(*(None if each[0] is None else np.stack(each) for each in zip(*parts, strict=True)))
 
 
 class PopulationTrainer:
@@ -138,6 +136,7 @@ class PopulationTrainer:
             tick=tick,
             sums=sums,
             members=len(self.specs),
+            counts_hits=self.spec.asks != "next token",
         )
 
     def take_probe(self, run: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from qklab.data.shards import MANIFEST, Corpus
 from qklab.data.spec import DataSpec
+from qklab.data.tasks import parse_task
 from qklab.model.recipes import recipe
 from qklab.model.spec import DecoderSpec
 from qklab.runs.directory import RunError
@@ -33,6 +34,9 @@ def resolve_run(values: Mapping[str, Any]) -> tuple[RunSpec, ExecutionSpec]:
     with naming_table("corpus"):
         values["corpus"] = corpus = DataSpec.from_dict(adopt_prepared(take_table(values, "corpus")))
     with naming_table("model"):
+        task = parse_task(corpus.source)
+        if task is not None:
+            model = {"context": task.length} | model
         spec = resolve_model(model, attention, pad_vocab(count_token_ids(corpus)))
     RunSpec.refuse_unknown(values)
     return RunSpec.from_dict(values | {"model": spec}), execution
@@ -54,7 +58,10 @@ def adopt_prepared(corpus: Mapping[str, Any]) -> dict[str, Any]:
     source = corpus.get("source")
     if not isinstance(source, str) or not (Path(source) / MANIFEST).is_file():
         return dict(corpus)
-    own = {name: value for name, value in Corpus.open(source).manifest["spec"].items() if name != "source"}
+    own = Corpus.open(source).manifest["spec"]
+    if parse_task(own["source"]) is not None:  # whose name says all of it
+        return dict(own)
+    own = {name: value for name, value in own.items() if name != "source"}
     for name, value in corpus.items():
         if name in own and own[name] != value and not (name == "vocab" and own["tokenizer"] != "bpe"):
             raise SpecError(

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 from qklab.attention.spec import AttentionSpec
 from qklab.data.order import PACKINGS
 from qklab.data.spec import DataSpec
+from qklab.data.tasks import Task, parse_task
 from qklab.model.decoder import RECOMPUTE, Recompute
 from qklab.model.spec import DecoderSpec
 from qklab.optim.spec import LogitControlSpec, OptimiserSpec, ScheduleSpec
@@ -140,9 +141,19 @@ class RunSpec(Spec):
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             "model",
-            lambda s: not s.model.causal,
-            lambda s: "a language model that predicts the next token must not see it: attention.causal must be True",
-            lambda s: {"model": s.model.replace(attention=[a.replace(causal=True) for a in s.model.pattern])},
+            lambda s: explain_sight(s) is not None,
+            lambda s: f"{s.corpus.source} {explain_sight(s)}",
+            lambda s: {
+                "model": s.model.replace(attention=[a.replace(causal=not s.model.causal) for a in s.model.pattern])
+            },
+        ),
+        Rule(
+            "model",
+            lambda s: s.task is not None and s.model.context != s.task.length,
+            lambda s: (
+                f"{s.corpus.source} has sequences of {s.task.length} tokens and the model context={s.model.context}"
+            ),
+            lambda s: {"model": s.model.replace(context=s.task.length)},
         ),
         Rule(
             "model",
@@ -157,6 +168,18 @@ class RunSpec(Spec):
             lambda s: {"logit_control": LogitControlSpec(method="none")},
         ),
     )
+
+    @property
+    def task(self) -> Task | None:
+        """The task that the corpus is, if it is one."""
+        return parse_task(self.corpus.source)
+
+    @property
+    def asks(self) -> Literal["next token", "answers", "masked tokens"]:
+        """What a model is asked for: of text the next token, or, where it would see that, tokens that were masked."""
+        if self.task is not None:
+            return "answers"
+        return "next token" if self.model.causal else "masked tokens"
 
     @property
     def tokens_per_step(self) -> int:
@@ -199,6 +222,17 @@ class RunSpec(Spec):
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
 
+def explain_sight(run: RunSpec) -> str | None:
+    """Why a task cannot be asked of a model that sees so far."""
+    if run.task is None:
+        return None
+    if run.task.sees_ahead and run.model.causal:
+        return "asks for tokens that come later, which a causal model cannot see: attention.causal must be False"
+    if run.task.shows_answers and not run.model.causal:
+        return "has its answers follow, which a model must not see: attention.causal must be True"
+    return None
+
+
 def explain_uncontrollable(run: RunSpec) -> str | None:
     """Why the run's logit control does not go with its attention."""
     reasons = (why_uncontrollable(spec, run.logit_control.method) for spec in run.model.pattern)
@@ -218,6 +252,8 @@ def why_uncontrollable(attention: AttentionSpec, method: str) -> str | None:
 
 def count_token_ids(corpus: DataSpec) -> int:
     """How many ids the corpus's tokenizer has at most."""
+    if (task := parse_task(corpus.source)) is not None:
+        return len(task.alphabet) + 1
     kind = corpus.tokenizer.split(":")[0]
     return {"bytes": 257, "gpt2": 50_257}.get(kind, corpus.vocab)
 

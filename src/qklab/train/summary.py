@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from qklab.data.batches import EvaluationWindows
 from qklab.data.shards import Corpus, Split
+from qklab.data.targets import measure_chance
 from qklab.runs.directory import EVALUATING
 from qklab.train.evaluate import EvaluationSums
 from qklab.train.loop import Loop, Member, Status
 from qklab.train.machine import Machine
 from qklab.train.signals import StopRequest
+from qklab.train.spec import RunSpec
 
 SAVE_SECONDS = 30.0
 
@@ -48,11 +51,15 @@ def evaluate_splits(loop: Loop, stop: StopRequest) -> list[dict[str, dict[str, A
 
         with loop.measure_time("evaluation"):
             found = loop.trainer.evaluate(split, tokens, tick, sums)
-        unigram = measure_unigram_loss(loop.trainer.corpus, split)
-        about = {"split_tokens": windows.split.tokens, "unigram_loss": unigram}
+        about = describe_split(windows, loop.spec) | measure_baseline(loop, split)
         for result, evaluation in zip(results, found, strict=True):
             result[split] = evaluation.to_dict() | about
     return results
+
+
+def describe_split(windows: EvaluationWindows, spec: RunSpec) -> dict[str, int]:
+    """How much there is to be read of a split."""
+    return {"split_tokens": windows.tokens} | ({} if spec.asks == "next token" else {"split_sequences": len(windows)})
 
 
 def read_begun_evaluation(loop: Loop) -> dict[str, EvaluationSums]:
@@ -70,14 +77,24 @@ def read_begun_evaluation(loop: Loop) -> dict[str, EvaluationSums]:
     return {}
 
 
-def measure_unigram_loss(corpus: Corpus, split: str) -> float:
-    """Nats per token on `split` of the best model without context: train's token frequencies, one added to each."""
+def measure_baseline(loop: Loop, split: str) -> dict[str, float]:
+    """What is known on a split without reading what stands around: the loss, and how much is right by chance."""
+    corpus, spec = loop.trainer.corpus, loop.spec
+    if spec.asks == "answers":
+        return measure_chance(corpus, spec.model.context, split)
+    return {"unigram_loss": measure_unigram_loss(corpus, split, ends=spec.asks == "next token")}
+
+
+def measure_unigram_loss(corpus: Corpus, split: str, ends: bool = True) -> float:
+    """Nats per token on `split` of the best model without context: train's token frequencies, one added to each; of all
+    tokens, or of all but the ends of texts, which are never masked."""
 
     def counts(of: Split) -> np.ndarray:
         total = np.zeros(corpus.tokenizer.vocab, np.int64)
         for start in range(0, of.tokens, 1 << 24):
             piece = of.read(start, min(of.tokens, start + (1 << 24)))
             total += np.bincount(piece, minlength=len(total))
+        total[corpus.tokenizer.eot] *= ends
         return total
 
     train, test = counts(corpus.splits["train"]) + 1, counts(corpus.splits[split])
@@ -96,7 +113,7 @@ def summarise_run(loop: Loop, member: Member, status: Status, results: dict[str,
         "skipped_steps": state.skipped,
         "parameters": spec.model.parameters(),
         "training_flops": state.step * spec.flops_per_step,
-        "corpus": describe_training_text(loop.trainer.corpus),
+        "corpus": describe_training_text(loop.trainer.corpus, spec),
         "cache_bytes_per_token": spec.model.cache_bytes(1),
         "seconds": state.seconds,
         "tokens_per_second": loop.tokens_per_second(),
@@ -105,9 +122,12 @@ def summarise_run(loop: Loop, member: Member, status: Status, results: dict[str,
     } | ({"population": len(loop.members)} if len(loop.members) > 1 else {})
 
 
-def describe_training_text(corpus: Corpus) -> dict[str, Any]:
-    """How much training text the corpus has, and how much text its source has in all, as far as that is known."""
+def describe_training_text(corpus: Corpus, spec: RunSpec) -> dict[str, Any]:
+    """How much training text the corpus has, and how much text its source has in all, as far as that is known; of a
+    task, its sequences."""
     train = corpus.splits["train"]
+    if spec.asks == "answers":
+        return {"train_tokens": train.documents * spec.model.context, "sequences": train.documents}
     whole = corpus.manifest["source"].get("text_bytes")
     return {"train_tokens": train.tokens, "train_bytes": train.bytes, "text_bytes": whole}
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from qklab.data.batches import Batch, Batches, EvaluationWindows
 from qklab.data.order import Order
 from qklab.data.shards import Corpus
+from qklab.data.targets import MaskedOrder, MaskedWindows, TaskOrder, TaskWindows
 from qklab.model.decoder import Decoder
 from qklab.model.initialise import seed_of
 from qklab.model.spec import DecoderSpec
@@ -160,6 +161,7 @@ class Trainer:
             bf16=self.bf16,
             tick=tick,
             sums=sums,
+            counts_hits=self.spec.asks != "next token",
         )
         release_gathered(self.objective)
         return result
@@ -214,15 +216,19 @@ def renew_decoder(decoder: Decoder, seed: int) -> None:
 
 
 def order_windows(spec: RunSpec, corpus: Corpus) -> Order:
-    """Which text the run sees when."""
-    batch = spec.batch
-    return Order(corpus.splits["train"], spec.seed, batch.sequences, spec.model.context, batch.packing)
+    """Which text the run sees when, and what is asked of it there."""
+    batch, eot = spec.batch, corpus.tokenizer.eot
+    common = (corpus.splits["train"], spec.seed, batch.sequences, spec.model.context, batch.packing)
+    if spec.asks == "next token":
+        return Order(*common)
+    return (TaskOrder if spec.asks == "answers" else MaskedOrder)(*common, eot)
 
 
 def split_windows(spec: RunSpec, corpus: Corpus) -> dict[str, EvaluationWindows]:
     """What there is to evaluate on."""
+    kind = {"next token": EvaluationWindows, "answers": TaskWindows, "masked tokens": MaskedWindows}[spec.asks]
     return {
-        name: EvaluationWindows(split, spec.model.context, corpus.tokenizer.eot, spec.batch.packing == "packed")
+        name: kind(split, spec.model.context, corpus.tokenizer.eot, spec.batch.packing == "packed")
         for name, split in corpus.splits.items()
         if name != "train" and split.tokens
     }

@@ -132,6 +132,18 @@ def spec_field(kind: type["Spec"], default: Any = MISSING) -> Any:
     return checked_field(check, default, spec=kind)
 
 
+def spec_list_field(kind: type["Spec"]) -> Any:
+    """Any number of specs, one of them without a list; by default none."""
+
+    def check(value: Any) -> Any:
+        several = (value,) if isinstance(value, kind) else tuple(value) if isinstance(value, list | tuple) else (value,)
+        if not all(isinstance(one, kind) for one in several):
+            raise ValueError(f"must be of type {kind.__name__}, or a list of these")
+        return several
+
+    return checked_field(check, (), spec=kind)
+
+
 def spec_pattern_field(kind: type["Spec"]) -> Any:
     """A spec, or several that repeat: kept as the shortest tuple that does, or as the spec itself where all are one."""
 

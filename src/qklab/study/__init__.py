@@ -1,5 +1,6 @@
 """Studies: what paired runs say, with how much certainty, and what would settle the rest. Needs scipy."""
 
+from qklab.study.claims import Claim, ClaimVerdict, MeasuredEffect, judge_claim
 from qklab.study.metrics import Metric
 from qklab.study.spec import StudySpec, read_study
 from qklab.study.stats.curves import (
@@ -18,11 +19,14 @@ from qklab.study.stats.power import SeedPlan, plan_more_seeds
 from qklab.study.verdict import Verdict, judge_arms
 
 __all__ = [
+    "Claim",
+    "ClaimVerdict",
     "Curve",
     "DifferenceAlong",
     "EquivalenceTest",
     "FinitePairs",
     "FirstReached",
+    "MeasuredEffect",
     "Metric",
     "PairedDifference",
     "SampleEfficiency",
@@ -37,6 +41,7 @@ __all__ = [
     "find_common_loss",
     "find_first_reached",
     "judge_arms",
+    "judge_claim",
     "plan_more_seeds",
     "read_study",
     "separate_diverged",

@@ -20,9 +20,11 @@ from qklab.schema import (
     format_value,
     integer_field,
     number_field,
+    spec_list_field,
     suggest_name,
     text_field,
 )
+from qklab.study.claims import Claim
 from qklab.study.metrics import find_metric, list_metrics
 from qklab.train.settings import merge_settings, read_toml, resolve_run
 from qklab.train.spec import RunSpec
@@ -96,6 +98,7 @@ class StudySpec(Spec):
         analyses: How often the study may be judged, if seeds are added after an interim analysis; each gets its part of
             `alpha`.
         margin: A difference of the metric that does not matter to you.
+        claims: Published figures that arms stand for, each judged by a word of its own; in a file also `claim`, one.
     """
 
     name: str = text_field("study")
@@ -112,6 +115,7 @@ class StudySpec(Spec):
     alpha: float = number_field(0.05, above=0.0, at_most=0.5)
     analyses: int = integer_field(1, at_most=100)
     margin: float = number_field(0.01, above=0.0)
+    claims: tuple[Claim, ...] = spec_list_field(Claim)
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -134,6 +138,28 @@ class StudySpec(Spec):
         ),
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for claim in self.claims:
+            self.refuse_unknown_claim(claim)
+
+    def refuse_unknown_claim(self, claim: Claim) -> None:
+        """Raise for a claim about an arm or a corpus that is not compared."""
+        for what, name, known in (("arm", claim.arm, [*self.arms]), ("corpus", claim.corpus, self.corpora)):
+            if name is not None and name not in known:
+                listed = f"{', '.join(known)}{suggest_name(name, known)}"
+                raise SpecError(f"claim {claim.id} is about {what} {name}, which is none of {listed}.", "claims")
+        if claim.arm == self.baseline:
+            raise SpecError(
+                f"claim {claim.id} is about arm {claim.arm}, which is the baseline it would be compared with.", "claims"
+            )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "StudySpec":
+        if isinstance(values, Mapping) and "claim" in values:
+            values = {name: value for name, value in values.items() if name != "claim"} | {"claims": [values["claim"]]}
+        return super().from_dict(values)
+
     @property
     def widest_grid(self) -> list[float]:
         """The learning rates with all that may be added to them."""
@@ -146,12 +172,12 @@ class StudySpec(Spec):
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of everything but the number of seeds, which a study may be given more of."""
+        """SHA-256 of all that decides what a run is; seeds may be added, and claims change none."""
         return hashlib.sha256(json.dumps(canonicalise(self.fixed_settings()), sort_keys=True).encode()).hexdigest()
 
     def fixed_settings(self) -> dict[str, Any]:
         """What may not change once a run has begun."""
-        return {name: value for name, value in self.to_dict().items() if name != "seeds"}
+        return {name: value for name, value in self.to_dict().items() if name not in ("seeds", "claims")}
 
     def refuse_illegal(self) -> None:
         """Raise SpecError for an arm that is no run, or that would not be evaluated on the same text as the others."""

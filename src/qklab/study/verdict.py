@@ -154,7 +154,7 @@ def write_p_value(p: float) -> str:
 
 
 def write_per_cent(value: float) -> str:
-    return f"{value:+.2g} %".replace("-", "−")
+    return (f"{value:+.2g} %" if abs(value) < 99.5 else f"{value:+.0f} %").replace("-", "−")
 
 
 @dataclass(frozen=True)

@@ -260,3 +260,27 @@ def test_the_answer_says_how_far_the_models_have_come(unigram: float, barely: bo
 
 def test_names_in_a_row() -> None:
     assert [join_names(list(names)) for names in ("a", "ab", "abc")] == ["a", "a and b", "a, b and c"]
+
+
+def test_accuracies_are_averaged_over_corpora_by_seed_with_their_chance() -> None:
+    tasks, right = ("task:copy", "task:sort"), {"standard": (0.9, 0.5), "k=v": (0.8, 0.5), "norm": (0.9, 0.5)}
+    results = []
+    for arm, shares in right.items():
+        for corpus, share, chance in zip(tasks, shares, (0.1, 0.3), strict=True):
+            for seed in range(4):
+                one = result(arm, 1e-3, seed, 1.0, corpus)
+                score = {
+                    "loss": 1.0,
+                    "accuracy": share + seed / 100 - (arm != "standard") * seed / 1000,
+                    "chance": chance,
+                }
+                one.summary["evaluation"] = {"valid": score, "test": score}
+                results.append(one)
+    plan = study(corpora=list(tasks), lrs=[1e-3], metric="accuracy", margin=1.0)
+    text = write_answer(plan, results)
+    assert "On the mean of 2 corpora, norm does as well as standard; k=v is worse than standard" in text
+    assert "% of the answers right on average: standard 71.50, k=v 66.35, norm 71.35, chance 20.00." in text
+    assert "% of the answers right (chance 10.0)" in text
+    assert "% of the answers right (chance 30.0)" in text
+    assert "mean of" not in write_answer(plan.replace(metric="loss"), results)
+    assert "mean of" not in write_answer(plan, results[:-4])  # norm has nothing on task:sort yet

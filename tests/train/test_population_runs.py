@@ -108,8 +108,8 @@ def test_a_member_that_diverges_ends_and_changes_no_bit_of_the_others(
     specs, execution = members(settings, max_skips=2)
     plain = Objective.forward
 
-    def broken(self: Objective, *given: Any, per_token: bool = False) -> Any:
-        loss, nll = plain(self, *given, per_token=per_token)
+    def broken(self: Objective, *given: Any, per_token: bool = False, **options: Any) -> Any:
+        loss, nll = plain(self, *given, per_token=per_token, **options)
         if per_token or trainer[0].states[0].step < 4:
             return loss, nll
         bad = torch.tensor([0.0, math.nan, 0.0])
@@ -228,8 +228,7 @@ def test_runs_that_do_not_go_together_are_refused(settings: Settings, tmp_path: 
     with pytest.raises(RunError, match=r"needs about .* GiB and the cpu has .*; train at most \d+ together"):
         train_population([heavy.replace(seed=seed) for seed in range(9)], places(tmp_path, 9), execution)
     assert not any(tmp_path.iterdir())
-    dropping, _ = settings(model={"dropout": 0.1})
-    assert "dropout" in (explain_solo(dropping) or "")
+    assert "seconds" in (explain_solo(hurried) or "")
 
 
 def test_how_many_go_together(settings: Settings) -> None:
@@ -238,4 +237,4 @@ def test_how_many_go_together(settings: Settings) -> None:
     assert choose_population_size(spec, "cpu", 4, 15) == 4
     assert choose_population_size(spec, "cpu", 40, 15) == 15
     assert choose_population_size(spec, "cuda", "off", 15) == 1
-    assert choose_population_size(settings(model={"dropout": 0.1})[0], "cpu", 4, 15) == 1
+    assert choose_population_size(settings(budget={"tokens": None, "seconds": 5.0})[0], "cpu", 4, 15) == 1

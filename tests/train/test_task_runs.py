@@ -89,7 +89,8 @@ def test_members_of_a_population_and_interrupted_runs_are_the_run_alone(
     if masked:
         spec, execution = settings(attention={"causal": False}, budget={"tokens": 8 * 48 * 6})
     else:
-        spec, execution = task(f"task:reverse?length=12&{SMALL}", **BOTH_WAYS)
+        shape = {"dropout": 0.1, "norm_place": "post", "norm": "layer", "mlp": "gelu", "bias": True}
+        spec, execution = task(f"task:reverse?length=12&{SMALL}", **BOTH_WAYS, model=shape)
     specs = [spec.replace(seed=seed) for seed in (0, 1)]
     folders = [tmp_path / f"together{seed}" for seed in (0, 1)]
     train_population(specs, folders, execution)

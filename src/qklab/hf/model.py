@@ -29,7 +29,8 @@ from qklab.hf.padding import (
     find_packed_texts,
     update_padding,
 )
-from qklab.model.decoder import Block, Located, call_block, locate_tokens, new_norm, run_blocks
+from qklab.model.decoder import Block, Located, call_block, locate_tokens, new_last_norm, run_blocks
+from qklab.model.dropout import Dropout
 from qklab.model.initialise import initialise
 
 
@@ -117,9 +118,9 @@ class QKLabModel(QKLabPreTrainedModel):
         self.spec = spec
         self.embed = nn.Embedding(spec.vocab, spec.width)
         self.positions = LearnedPositions(spec.context, spec.width) if spec.learns_positions else None
-        self.dropout = nn.Dropout(spec.dropout) if spec.dropout else nn.Identity()
+        self.dropout = Dropout(spec.dropout, 0)
         self.blocks = nn.ModuleList(Block(spec, layer) for layer in range(spec.layers))
-        self.norm = new_norm(spec)
+        self.norm = new_last_norm(spec)
         self.gradient_checkpointing = False
         self.post_init()
 

@@ -14,6 +14,7 @@ from qklab.attention.positions import Positions, find_positions, find_slots
 from qklab.attention.rotate import LearnedPositions
 from qklab.attention.spec import AttentionSpec
 from qklab.attention.visibility import Visibility, find_visibility
+from qklab.model.dropout import Dropout
 from qklab.model.generate import check_ids, generate
 from qklab.model.initialise import initialise
 from qklab.model.spec import DecoderSpec
@@ -58,6 +59,11 @@ class RMSNorm(nn.RMSNorm):
         return super().forward(x.to(self.weight.dtype)).to(x.dtype)
 
 
+def new_last_norm(spec: DecoderSpec) -> nn.Module:
+    """What stands between the last block and the head: a norm, unless that block ends with one."""
+    return new_norm(spec) if spec.norm_place == "pre" else nn.Identity()
+
+
 def new_norm(spec: DecoderSpec) -> nn.Module:
     if spec.norm == "rms":
         return RMSNorm(spec.width, eps=spec.norm_eps)
@@ -65,7 +71,7 @@ def new_norm(spec: DecoderSpec) -> nn.Module:
 
 
 class Block(nn.Module):
-    """x ← x + Attention(norm(x)) ; x ← x + MLP(norm(x))."""
+    """x ← x + Attention(norm(x)) ; x ← x + MLP(norm(x)); or x ← norm(x + Attention(x)) ; x ← norm(x + MLP(x))."""
 
     def __init__(self, spec: DecoderSpec, layer: int):
         super().__init__()
@@ -73,12 +79,18 @@ class Block(nn.Module):
         self.attention = Attention(spec.attention_of(layer), layer)
         self.mlp_norm = new_norm(spec)
         self.mlp = MLPS[spec.mlp](spec)
-        self.dropout = nn.Dropout(spec.dropout) if spec.dropout else nn.Identity()
+        self.attention_dropout = Dropout(spec.dropout, 2 * layer + 1)
+        self.mlp_dropout = Dropout(spec.dropout, 2 * layer + 2)
+        self.post = spec.norm_place == "post"
 
     def forward(self, x: Tensor, positions: Positions, visibility: Visibility, cache: Cache | None) -> Tensor:
+        if self.post:
+            y = self.attention(x, cache=cache, positions=positions, visibility=visibility)
+            x = self.attention_norm(x + self.attention_dropout(y))
+            return self.mlp_norm(x + self.mlp_dropout(self.mlp(x)))
         y = self.attention(self.attention_norm(x), cache=cache, positions=positions, visibility=visibility)
-        x = x + self.dropout(y)
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+        x = x + self.attention_dropout(y)
+        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)))
 
 
 Located = tuple[Positions, Visibility]
@@ -179,10 +191,10 @@ class Decoder(nn.Module):
         seed = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
         self.embed = nn.Embedding(spec.vocab, spec.width)
         self.positions = LearnedPositions(spec.context, spec.width) if spec.learns_positions else None
-        self.dropout = nn.Dropout(spec.dropout) if spec.dropout else nn.Identity()
+        self.dropout = Dropout(spec.dropout, 0)
         self.recomputes_layers = False
         self.blocks = nn.ModuleList(Block(spec, layer) for layer in range(spec.layers))
-        self.norm = new_norm(spec)
+        self.norm = new_last_norm(spec)
         self.head = nn.Linear(spec.width, spec.vocab, bias=False)
         self.initialise(seed)
 

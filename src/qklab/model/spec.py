@@ -14,7 +14,8 @@ MLP_MATRICES = {"swiglu": 3, "gelu": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec(Spec):
-    """Pre-norm transformer: x ← x + Attention(norm(x)); x ← x + MLP(norm(x)); logits = W_out norm(x).
+    """Pre-norm transformer: x ← x + Attention(norm(x)); x ← x + MLP(norm(x)); logits = W_out norm(x); or post-norm:
+    x ← norm(x + Attention(x)); x ← norm(x + MLP(x)); logits = W_out x (`norm_place`).
 
     `attention` is the spec of all layers, or several that repeat over them: (a, a, b) is a, a, b, a, a, b, …
     `mlp_ratio` is hidden width over model width; `bias` concerns MLP and LayerNorm (attention has its own);
@@ -28,6 +29,7 @@ class DecoderSpec(Spec):
     mlp: Literal["swiglu", "gelu"] = choice_field("swiglu", MLP_MATRICES)
     mlp_ratio: float = number_field(4.0, above=0.0, at_most=1024.0)
     norm: Literal["rms", "layer"] = choice_field("rms", ("rms", "layer"))
+    norm_place: Literal["pre", "post"] = choice_field("pre", ("pre", "post"))
     norm_eps: float = number_field(1e-5, above=0.0, at_most=1.0)
     bias: bool = boolean_field(False)
     tied: bool = boolean_field(True)
@@ -109,7 +111,7 @@ class DecoderSpec(Spec):
         attention = sum(spec.parameters() for spec in self.attentions)
         embeddings = self.vocab * self.width * (1 if self.tied else 2)
         positions = self.context * self.width * self.learns_positions
-        return embeddings + positions + attention + self.layers * (mlp + 2 * norm) + norm
+        return embeddings + positions + attention + self.layers * (mlp + 2 * norm) + norm * (self.norm_place == "pre")
 
     def flops_per_token(self, context: int | None = None) -> int:
         """Forward matrix-product FLOPs per token of a sequence of `context` tokens (the spec's own by default).
@@ -129,4 +131,5 @@ class DecoderSpec(Spec):
     def name(self) -> str:
         runs = [(name, len(list(same))) for name, same in groupby(spec.name for spec in self.pattern)]
         attention = " | ".join(f"{count}× {name}" if count > 1 else name for name, count in runs)
-        return f"{self.layers}×{self.width} {self.mlp} · {attention}"
+        place = " post-norm" * (self.norm_place == "post")
+        return f"{self.layers}×{self.width} {self.mlp}{place} · {attention}"

@@ -18,6 +18,7 @@ from qklab.attention.couple import Coupling
 from qklab.attention.layer import Attention
 from qklab.attention.norm import Normalisation
 from qklab.model.decoder import Decoder, RMSNorm
+from qklab.model.dropout import Dropout
 from qklab.ops.members import spread_members
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -192,6 +193,8 @@ def view_member(stacked: Model, member: int) -> Model:
             module.__class__ = PLAIN[type(module)]
         if hasattr(module, "members"):
             module.__dict__["members"] = None
+        if isinstance(module, Dropout):
+            module.key = None  # it was that of all members
     return plain
 
 
@@ -223,14 +226,14 @@ def check_models(models: Sequence[nn.Module]) -> None:
 
 
 def list_unstackable(model: nn.Module) -> list[str]:
-    """What keeps a model from being stacked: dropout, and modules of which no stacked form is known."""
+    """What keeps a model from being stacked: torch's own dropout, and modules of which no stacked form is known."""
     reasons = []
     mapped = [name for name, module in model.named_modules() if is_mapped(module)]
     for name, module in model.named_modules():
         if any(name == outer or name.startswith(f"{outer}.") for outer in mapped):
             continue
         if isinstance(module, nn.Dropout) and module.p:
-            reasons.append("members with dropout would draw other masks than alone")
+            reasons.append("members with torch's dropout would draw other masks than alone")
         if not list(module.parameters(recurse=False)) or type(module) in LEAVES:
             continue
         if not hasattr(module, "members"):

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from qklab.study.findings import Findings, derive_findings
+from qklab.study.findings import Findings, average_corpora, derive_findings
 from qklab.study.metrics import find_metric
 from qklab.study.plan import write_number
 from qklab.study.records import Analyses, RunResult
@@ -12,10 +12,11 @@ from qklab.study.stats.tuning import RateSensitivity
 
 
 def write_answer(study: StudySpec, results: Sequence[RunResult], analyses: Analyses | None = None) -> str:
-    """For each corpus the headline, a verdict and the cost of every arm, a table, and what would settle open cases."""
-    return "\n\n".join(
-        write_findings(study, derive_findings(study, results, corpus, analyses)) for corpus in study.corpora
-    )
+    """For each corpus the headline, a verdict and the cost of every arm, a table, and what would settle open cases;
+    then for their mean, where it says something."""
+    each = [derive_findings(study, results, corpus, analyses) for corpus in study.corpora]
+    average = average_corpora(study, each)
+    return "\n\n".join(write_findings(study, own) for own in [*each, *([] if average is None else [average])])
 
 
 def write_findings(study: StudySpec, findings: Findings) -> str:

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 from qklab.study.learned import describe_learning_state, describe_pace, has_barely_learned
@@ -86,6 +87,34 @@ def derive_findings(
         }
         add_verdicts(study, results, findings, hopeless, analyses)
     return findings
+
+
+def average_corpora(study: StudySpec, findings: Sequence[Findings]) -> Findings | None:
+    """What is found on the mean over all corpora, paired by seed; None where that says nothing, or not yet."""
+    metric, each = find_metric(study.metric), [own.values for own in findings]
+    if len(each) < 2 or not metric.averages or any(own.keys() != set(study.arms) for own in each):
+        return None
+    seeds = sorted(set.intersection(*(set(own[study.baseline]) for own in each)))
+    means = {arm: {seed: fmean(own[arm][seed] for own in each) for seed in seeds} for arm in study.arms}
+    average = Findings(f"the mean of {len(each)} corpora", study.metric, values=means)
+    chances = [own.chance for own in findings if own.chance is not None]
+    average.chance = fmean(chances) if len(chances) == len(each) else None
+    others = {arm: own for arm, own in means.items() if arm != study.baseline}
+    average.verdicts = judge_arms(
+        others,
+        means[study.baseline],
+        study.margin,
+        name=study.baseline,
+        alpha=study.alpha,
+        metric=metric,
+        analyses=study.analyses,
+    )
+    words = {arm: verdict.verdict for arm, verdict in average.verdicts.items()}
+    average.headline = write_headline(words, study.baseline, average.corpus)
+    scores = ", ".join(f"{arm} {fmean(own.values()):.2f}" for arm, own in means.items())
+    chance = "" if average.chance is None else f", chance {average.chance:.2f}"
+    average.notes.append(f"{metric.unit} on average: {scores}{chance}.")
+    return average
 
 
 def find_chance(study: StudySpec, results: Sequence[RunResult], corpus: str) -> float | None:

@@ -15,7 +15,7 @@ class Metric:
 
     label: what it is called, "loss"; unit: of a value, "nats per token"; difference_unit: of a difference, "nats";
     exponential: what exp of it is called where that has a name, "perplexity"; needs_one_tokenizer: whether values
-    compare only between models with one tokenizer.
+    compare only between models with one tokenizer; averages: whether a mean over corpora says something.
     """
 
     name: str = ""
@@ -25,6 +25,7 @@ class Metric:
     lower_is_better: bool = True
     exponential: str | None = None
     needs_one_tokenizer: bool = False
+    averages: bool = False
 
     def read(self, evaluation: Mapping[str, Any]) -> float:
         """The value from the evaluation of one split, as a run's summary and its metrics.jsonl hold it; KeyError where
@@ -69,7 +70,7 @@ class Accuracy(Metric):
     """The share of a task's answers that are right, or of masked tokens."""
 
     label, unit, difference_unit = "accuracy", "% of the answers right", "percentage points"
-    lower_is_better = False
+    lower_is_better, averages = False, True
 
     def read(self, evaluation: Mapping[str, Any]) -> float:
         return 100 * float(evaluation["accuracy"])
@@ -83,7 +84,7 @@ class SequenceAccuracy(Metric):
     """The share of a task's sequences in which every answer is right."""
 
     label, unit, difference_unit = "sequence accuracy", "% of the sequences right", "percentage points"
-    lower_is_better = False
+    lower_is_better, averages = False, True
 
     def read(self, evaluation: Mapping[str, Any]) -> float:
         return 100 * float(evaluation["sequence_accuracy"])

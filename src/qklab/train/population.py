@@ -17,6 +17,7 @@ from qklab.data.batches import Batch, Batches
 from qklab.data.order import Order, Windows
 from qklab.data.shards import Corpus
 from qklab.model.decoder import Decoder
+from qklab.model.dropout import set_dropout_key
 from qklab.model.stack import list_unstackable, stack, view_member
 from qklab.optim.population import PopulationOptimiser, measure_gradient_norms
 from qklab.runs.directory import RunError
@@ -31,6 +32,7 @@ from qklab.train.trainer import (
     PendingStep,
     State,
     describe_factors,
+    draw_dropout_key,
     load_checkpoint,
     make_probe,
     order_windows,
@@ -81,6 +83,8 @@ class PopulationTrainer:
         self.reads = torch.tensor([seeds.index(spec.seed) for spec in specs], device=machine.device)
         self.windows = split_windows(self.spec, corpus)
         self.probes = [make_probe(spec, self.windows) for spec in specs]
+        self.dropout_keys = torch.zeros(len(specs), dtype=torch.int64, device=machine.device)
+        set_dropout_key(self.decoder, self.dropout_keys)
         self.graph: StepGraph | None = None
         self.steps_done = 0
 
@@ -96,6 +100,9 @@ class PopulationTrainer:
     def step(self, batch: Batch, lrs: Sequence[float]) -> PendingStep:
         """Forward, backward and update of every run on its own rows; nothing changes for one whose loss or gradient is
         not finite."""
+        if self.spec.model.dropout:
+            keys = [draw_dropout_key(spec, state.step) for spec, state in zip(self.specs, self.states, strict=True)]
+            self.dropout_keys.copy_(torch.tensor(keys), non_blocking=True)
         rates = torch.tensor(lrs, dtype=torch.float64).to(self.machine.device, non_blocking=True)
         if self.machine.device.type == "cuda" and self.graph is None and self.steps_done >= WARM_UP:
             self.graph = StepGraph(self.advance, batch, rates)

@@ -14,6 +14,7 @@ from qklab.data.order import Order
 from qklab.data.shards import Corpus
 from qklab.data.targets import MaskedOrder, MaskedWindows, TaskOrder, TaskWindows
 from qklab.model.decoder import Decoder
+from qklab.model.dropout import set_dropout_key
 from qklab.model.initialise import seed_of
 from qklab.model.spec import DecoderSpec
 from qklab.optim.optimiser import Optimiser
@@ -89,6 +90,8 @@ class Trainer:
         self.order = order_windows(spec, corpus)
         self.windows = split_windows(spec, corpus)
         self.probe = make_probe(spec, self.windows)
+        self.dropout_key = torch.zeros(1, dtype=torch.int64, device=machine.device)
+        set_dropout_key(self.decoder, self.dropout_key)
 
     @property
     def decoder(self) -> Decoder:
@@ -101,12 +104,11 @@ class Trainer:
     def step(self, batch: Batch, lrs: Sequence[float]) -> PendingStep:
         """Forward, backward and update on one global batch; nothing changes if loss or gradient is not finite."""
         (state,), (lr,) = self.states, lrs
-        if self.spec.model.dropout:
-            torch.manual_seed(seed_of(self.spec.seed, f"dropout/{state.step}/{self.machine.rank}"))
         rows = min(self.execution.rows or len(batch.ids), len(batch.ids))
         parts = batch.micro_batches(rows)
         total = torch.zeros((), device=self.machine.device, dtype=torch.float32)
         for number, part in enumerate(parts):
+            self.dropout_key.fill_(draw_dropout_key(self.spec, state.step, self.machine.rank, number))
             with accumulate_gradients(self.call, last=number == len(parts) - 1):
                 with torch.autocast(self.machine.device.type, torch.bfloat16, enabled=self.bf16):
                     loss, nll = self.call(*part)
@@ -240,6 +242,11 @@ def make_probe(spec: RunSpec, splits: Mapping[str, EvaluationWindows]) -> Probe:
     batch = windows.batch(windows.select_windows(None)[: wanted.probe_rows])
     cut = min(wanted.probe_tokens, spec.model.context)
     return Probe(batch.ids[:, :cut], None if batch.segments is None else batch.segments[:, :cut])
+
+
+def draw_dropout_key(spec: RunSpec, step: int, rank: int = 0, part: int = 0) -> int:
+    """What decides over dropout in one part of a step: another number for each, whatever was interrupted."""
+    return seed_of(spec.seed, f"dropout/{step}/{rank}/{part}") if spec.model.dropout else 0
 
 
 def describe_factors(factors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Any]:

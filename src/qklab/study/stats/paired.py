@@ -25,7 +25,7 @@ EXACT_FLIPS = 12
 LEAST_FOR_OUTLIER = 4
 LEAST_FOR_BOOTSTRAP = 5
 ANECDOTE = "one seed is an anecdote: no interval and no p-value"
-IDENTICAL = "all differences are identical, which different seeds do not produce: check that the seeds differ"
+IDENTICAL = "all differences are identical; unless a score is at its limit, check that the seeds differ"
 
 
 @dataclass(frozen=True)

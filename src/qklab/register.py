@@ -111,7 +111,7 @@ def import_plugins(group: str = GROUP) -> None:
             ) from error
 
 
-coupling = Registry("coupling", "qklab.attention.couple")
+coupling = Registry("coupling", "qklab.attention.couple", "qklab.attention.look_back")
 mix = Registry("mix", "qklab.attention.mix")
 norm = Registry("norm", "qklab.attention.norm")
 metric = Registry("metric", "qklab.study.metrics")

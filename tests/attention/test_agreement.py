@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qklab import Attention, AttentionSpec, Decoder, DecoderSpec, LatentSpec
+from qklab import Attention, AttentionSpec, CouplingSpec, Decoder, DecoderSpec, LatentSpec
 
 pytest.importorskip("transformers")
 
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 from transformers.models.diffllama.configuration_diffllama import DiffLlamaConfig
@@ -332,6 +332,70 @@ def test_deepseek(bias: bool, interleaved: bool, form: str, monkeypatch: pytest.
     if form != "cheaper":
         monkeypatch.setattr(ours.mix, "prefers_absorbed", lambda queries, keys: form == "absorbed")
     assert_agreement(ours, theirs, DeepseekV3RotaryEmbedding(theirs.config), SINGLE)
+
+
+# ZAYA: CCA, its convolutions and its norm
+
+ZAYA_NAMES = LLAMA_NAMES | {
+    "qkv_proj.": "",
+    "q_proj.": "project.query.",
+    "k_proj.": "project.key.",
+    "qk_norm.temp": "couple.temperature",
+    "conv_qk_depthwise.bias": "couple.entry_bias",
+    "conv_qk_grouped.bias": "couple.head_bias",
+}
+
+
+def zaya_weights(theirs: Any) -> State:
+    """Their two halves of the value as one matrix, and their kernels, which count tokens forwards, in our layout."""
+    width = theirs.head_dim
+    weights = {name.replace("qkv_proj.", ""): tensor for name, tensor in theirs.state_dict().items()}
+    now, late = (weights.pop(f"v_proj_{half}.weight") for half in ("current", "delayed"))
+    entry, head = (weights.pop(f"conv_qk_{name}.weight").flip(-1) for name in ("depthwise", "grouped"))
+    weights = renamed(weights, ZAYA_NAMES) | {"project.value.weight": torch.cat([now, late])}
+    for name in ("couple.entry_bias", "couple.head_bias"):
+        weights[name] = weights[name].unflatten(0, (-1, width))
+    weights["couple.entry_weight"] = entry[:, 0].mT.unflatten(1, (-1, width))
+    # [heads · out, in, token] → [heads, token · in, out]
+    weights["couple.head_weight"] = head.unflatten(0, (-1, width)).permute(0, 3, 2, 1).flatten(1, 2)
+    return weights
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_zaya(kv_heads: int):
+    """At once and from their cache: the prompt, a chunk and single tokens. In float64 but for their angles."""
+    zaya = pytest.importorskip("transformers.models.zaya.modeling_zaya")  # not in the oldest Transformers
+    rope = ROPE | {"partial_rotary_factor": 0.5}
+    config = configured(
+        zaya.ZayaConfig,
+        head_dim=8,
+        num_key_value_heads=kv_heads,
+        num_hidden_layers=1,
+        rope_parameters={"hybrid": rope, "hybrid_sliding": rope},
+    )
+    theirs = randomise(zaya.ZayaAttention(config, layer_idx=0))
+    spec = AttentionSpec(
+        width=WIDTH, heads=4, kv_heads=kv_heads, head_width=8, rope_fraction=0.5, rope_base=BASE, norm_eps=1e-30,
+        coupling=CouplingSpec(kind="cca"),
+    )  # fmt: skip
+    ours, rotary = loaded(Attention(spec), zaya_weights(theirs)), zaya.ZayaRotaryEmbedding(config)
+    x, cache, expected, at = inputs(), DynamicCache(config=config), [], 0
+    for chunk in x.split([5, 4, 1, 1, 2], 1):
+        stop = at + chunk.shape[1]
+        angles = rotary(chunk, torch.arange(at, stop)[None], "hybrid")
+        masks = {"causal": causal_mask()[:, :, at:stop, :stop]}
+        expected.append(theirs(chunk, masks, past_key_values=cache, position_embeddings=angles)[0])
+        at = stop
+    angles = rotary(x, torch.arange(TOKENS)[None], "hybrid")
+    whole = theirs(x, {"causal": causal_mask()}, position_embeddings=angles)[0]
+    assert_equal(torch.cat(expected, 1), whole, EXACT)
+    assert_equal(ours(x), whole, SINGLE)
+    assert_equal(in_chunks(ours, x, [5, 4, 1, 1, 2]), torch.cat(expected, 1), SINGLE)
+    positions, visibility = ours.locate(x)
+    half = angles[0].shape[-1] // 2
+    theirs_turned = (angles[0][:, :, None, :half].double(), angles[1][:, :, None, :half].double())
+    given = {"positions": positions._replace(angles=theirs_turned), "visibility": visibility}
+    assert_equal(ours(x, **given), whole, EXACT)
 
 
 # whole models

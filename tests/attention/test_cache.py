@@ -7,7 +7,10 @@ import torch
 
 from qklab import Attention, AttentionSpec, Decoder, LatentSpec, recipe
 from qklab.attention import Cache, KeyValueCache, LatentCache, SharedCache
+from qklab.attention.cache import StaticCache
+from qklab.attention.past import ROLLBACK
 from qklab.testing import randomise
+from qklab.testing.grid import LOOKING_BACK
 
 SPECS: dict[str, tuple[dict[str, Any], type[Cache]]] = {
     "(Q,K,V)": ({"kv_heads": 2}, KeyValueCache),
@@ -15,6 +18,7 @@ SPECS: dict[str, tuple[dict[str, Any], type[Cache]]] = {
     "(Q=K=V)": ({"share": "q=k=v"}, SharedCache),
     "on-read": ({"share": "k=v", "kv_rotation": "on-read"}, SharedCache),
     "MLA": ({"latent": LatentSpec(query_rank=8, kv_rank=6, rope_width=2)}, LatentCache),
+    "looking back": (LOOKING_BACK, KeyValueCache),
 }
 every_cache = pytest.mark.parametrize("name", SPECS)
 
@@ -71,6 +75,34 @@ def test_crop_forgets_rejected_tokens(name: str) -> None:
     torch.testing.assert_close(attention(x[:, 5:], cache=cache), attention(x)[:, 5:])
     with pytest.raises(ValueError, match="cannot be cropped to 11"):
         cache.crop(11)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@torch.no_grad()
+def test_what_is_looked_back_on_can_be_taken_back_as_far_as_a_draft_goes(static: bool) -> None:
+    """Over more tokens than the ring has room for, in chunks and one by one; further back is refused."""
+    attention, x = layer("looking back"), inputs(tokens=100)
+    full = attention(x)
+    cache = attention.new_cache(2, 100)
+    if static:
+        cache = StaticCache(attention.spec, 2, 100, torch.float64, "cpu")
+    for chunk in x[:, :80].split([50, *[1] * 30], 1):
+        attention(chunk, cache=cache)
+    rings = [ring.tensor.clone() for ring in cache.rings]
+    with pytest.raises(ValueError, match=rf"cannot be cropped to {79 - ROLLBACK}; crop to 0 or to {80 - ROLLBACK} and"):
+        cache.crop(79 - ROLLBACK)
+    assert cache.length == 80
+    assert all(map(torch.equal, (ring.tensor for ring in cache.rings), rings))
+    for length in (70, 80 - ROLLBACK):
+        cache.crop(length)
+        decoded = torch.cat([attention(token, cache=cache) for token in x[:, length : length + 3].split(1, 1)], 1)
+        torch.testing.assert_close(decoded, full[:, length : length + 3])
+        with pytest.raises(ValueError, match="cannot be cropped"):
+            cache.crop(47)
+    cache.crop(0)
+    torch.testing.assert_close(attention(x[:, :40], cache=cache), full[:, :40])
+    cache.crop(9)
+    torch.testing.assert_close(attention(x[:, 9:20], cache=cache), full[:, 9:20])
 
 
 @every_cache

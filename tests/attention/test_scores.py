@@ -98,7 +98,7 @@ def test_absorbed_and_expanded_latents_agree() -> None:
     attention = randomise(Attention(AttentionSpec(**SIZE, latent=latent)))
     x = torch.randn(2, 7, 16, dtype=torch.float64)
     positions, visibility = attention.locate(x)
-    q, k, _ = attention.prepare(x, positions)
+    q, k, *_ = attention.prepare(x, positions)
     mix = attention.mix
     assert isinstance(mix, LatentSoftmax)
     given = q, KeyValue(k), visibility

@@ -37,8 +37,8 @@ def transcribe(spec: AttentionSpec, state: State, x: Tensor, layer: int = 0, seg
     rows = []
     for b in range(x.shape[0]):
         ids = [0] * x.shape[1] if segments is None else [int(i) for i in segments[b]]
-        places = zip(x[b], *packed(ids), strict=True)
-        tokens = [prepared(spec, state, token, position, run) for token, position, run in places]
+        positions, runs = packed(ids)
+        tokens = prepared(spec, state, list(x[b]), positions, runs)
         rows.append(torch.stack([written(spec, state, tokens, i, layer) for i in range(len(tokens))]))
     return torch.stack(rows)
 
@@ -53,15 +53,83 @@ def packed(ids: list[int]) -> tuple[list[int], list[int]]:
     return positions, runs
 
 
-def prepared(spec: AttentionSpec, state: State, x: Tensor, position: int, run: int) -> Token:
-    """Stages 1 to 4, all of which look at one token only."""
+def prepared(spec: AttentionSpec, state: State, xs: Heads, positions: list[int], runs: list[int]) -> list[Token]:
+    """Stages 1 to 4. What looks back sees every token of the row, and goes no further than its text's first."""
+    row = list(zip(xs, positions, runs, strict=True))
     if spec.latent is not None:
-        return Token(x, position, run, *latent(spec, state, x, position))
-    q, k, v = project(spec, state, x)
-    q, k = couple(spec, state, q, k)
-    q, k = normalise(spec, state, q, k)
-    q, k, v = rotate(spec, q, k, v, position)
-    return Token(x, position, run, q, k, v)
+        return [Token(x, p, run, *latent(spec, state, x, p)) for x, p, run in row]
+    new = [project(spec, state, x) for x in xs]
+    q, k, v = ([token[side] for token in new] for side in range(3))
+    if spec.short_conv is not None:
+        k = [convolved(state["convolve.key"], k, i, positions[i]) for i in range(len(k))]
+        if spec.share in ("none", "q=k"):
+            v = [convolved(state["convolve.value"], v, i, positions[i]) for i in range(len(v))]
+    if spec.coupling is not None and spec.coupling.kind == "cca":
+        pairs = [cca(spec, state, q, k, i, positions[i]) for i in range(len(q))]
+        v = [half_delayed(v, i, positions[i]) for i in range(len(v))]
+    else:
+        pairs = [couple(spec, state, *pair) for pair in zip(q, k, strict=True)]
+    pairs = [normalise(spec, state, *pair) for pair in pairs]
+    done = [rotate(spec, *pair, own, p) for pair, own, p in zip(pairs, v, positions, strict=True)]
+    if spec.key_shift:
+        done = [shifted(spec, done, i, positions[i]) for i in range(len(done))]
+    return [Token(x, p, run, *made) for (x, p, run), made in zip(row, done, strict=True)]
+
+
+def earlier(tokens: list[Heads], i: int, back: int, position: int) -> Heads:
+    """What the token `back` before token i has, zeros where its text has not begun."""
+    return tokens[i - back] if position >= back else [torch.zeros_like(u) for u in tokens[i]]
+
+
+def convolved(weight: Tensor, tokens: list[Heads], i: int, position: int) -> Heads:
+    """Σ_j c_j ⊙ u_{i−j}, each head and entry with its own c."""
+    taps = [earlier(tokens, i, back, position) for back in range(len(weight))]
+    return [sum(w[g] * tap[g] for w, tap in zip(weight, taps, strict=True)) for g in range(len(tokens[i]))]
+
+
+def cca(spec: AttentionSpec, state: State, q: list[Heads], k: list[Heads], i: int, p: int) -> tuple[Heads, Heads]:
+    """Compressed convolutional attention: two convolutions over two tokens each, beside the mean of query and key."""
+    rows, per_key, width = [a + b for a, b in zip(q, k, strict=True)], len(q[i]) // len(k[i]), spec.head_width
+    weight, bias = state["couple.entry_weight"], state["couple.entry_bias"]
+
+    def first(back: int, h: int) -> Tensor:
+        now, before = (earlier(rows, i, back + more, p)[h] for more in (0, 1))
+        return weight[0, h] * now + weight[1, h] * before + bias[h]
+
+    second = [
+        state["couple.head_weight"][h, :width].T @ first(0, h)
+        + state["couple.head_weight"][h, width:].T @ first(1, h)
+        + state["couple.head_bias"][h]
+        for h in range(len(rows[i]))
+    ]
+    both = [(query + k[i][h // per_key]) / 2 for h, query in enumerate(q[i])]
+    means = [mean(both[g * per_key : (g + 1) * per_key]) for g in range(len(k[i]))]
+    new = [rms_norm(a + b, spec.norm_eps) for a, b in zip(second, both + means, strict=True)]
+    keys = [temperature * key for temperature, key in zip(state["couple.temperature"], new[len(both) :], strict=True)]
+    return new[: len(both)], keys
+
+
+def half_delayed(v: list[Heads | None], i: int, position: int) -> Heads | None:
+    """The second half of a token's value entries, counted through all heads, is the one of the token before."""
+    if (own := v[i]) is None:
+        return None
+    now, before = torch.cat(own), torch.cat(earlier(v, i, 1, position))
+    own_half = len(now) - len(now) // 2
+    return split(torch.cat([now[:own_half], before[own_half:]]), len(own[0]))
+
+
+def shifted(spec: AttentionSpec, tokens: list[tuple[Heads, Heads, Heads]], i: int, position: int) -> tuple:
+    """Key entries that RoPE does not turn are those of the token before; where key and value are one, its value's too."""
+    q, k, v = tokens[i]
+    if position == 0:
+        return q, k, v
+    rotated = round(spec.rope_fraction * spec.head_width)
+
+    def mend(own: Heads, before: Heads) -> Heads:
+        return [torch.cat([a[:rotated], b[rotated:]]) for a, b in zip(own, before, strict=True)]
+
+    shared = spec.share in ("k=v", "q=k=v")
+    return q, mend(k, tokens[i - 1][1]), mend(v, tokens[i - 1][2]) if shared else v
 
 
 # 1. project
@@ -91,6 +159,8 @@ def latent(spec: AttentionSpec, state: State, x: Tensor, position: int) -> tuple
     if spec.latent.norm:
         c_q = rms_norm(c_q, spec.norm_eps) * state["project.query_gain"]
         c = rms_norm(c, spec.norm_eps) * state["project.key_value_gain"]
+    for _ in range(0 if spec.coupling is None else spec.coupling.steps):
+        c_q, c = latent_step(spec, state, c_q, c)
     q = split(linear(state, "project.up_query", c_q), spec.head_width)
     k = split(linear(state, "mix.up_key", c), spec.head_width)
     v = split(linear(state, "mix.up_value", c), spec.head_width)
@@ -104,6 +174,22 @@ def latent(spec: AttentionSpec, state: State, x: Tensor, position: int) -> tuple
 
 
 # 2. couple
+
+
+def latent_step(spec: AttentionSpec, state: State, c_q: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """MLA: the latents move each other, or in the control each itself."""
+    assert spec.coupling is not None
+
+    def network(name: str, u: Tensor) -> Tensor:
+        return linear(state, f"couple.{name}.outer", silu(linear(state, f"couple.{name}.inner", u)))
+
+    if spec.coupling.kind == "uncoupled":
+        delta = state["couple.step"]
+        return c_q + delta * network("query_network", c_q), c + delta * network("key_network", c)
+    raw, shift = split(network("query_network", c), len(c_q))
+    c_q = c_q * torch.exp(spec.coupling.scale_limit * torch.tanh(raw)) + shift
+    raw, shift = split(network("key_network", c_q), len(c))
+    return c_q, c * torch.exp(spec.coupling.scale_limit * torch.tanh(raw)) + shift
 
 
 def couple(spec: AttentionSpec, state: State, q: Heads, k: Heads) -> tuple[Heads, Heads]:

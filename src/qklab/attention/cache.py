@@ -10,10 +10,13 @@ forward does; once later tokens are written beside it torch refuses to, rather t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from qklab.attention.past import ROLLBACK, TokenRing
 
 if TYPE_CHECKING:
     from qklab.attention.spec import AttentionSpec
@@ -42,7 +45,9 @@ class Cache:
         self.tensors = [
             torch.zeros(batch, tokens, heads, width // heads, dtype=dtype, device=device) for width in self.widths(spec)
         ]
+        self.rings = [TokenRing(batch, tokens, entries, dtype, device) for tokens, entries in spec.remembered]
         self._length = 0
+        self._farthest: int | Tensor = 0  # the most tokens there were, which is where the rings begin to forget
         self.grow = grow
         self.left_padding = None if left_padding is None else check_padding(left_padding, batch).to(device)
 
@@ -63,6 +68,7 @@ class Cache:
     @length.setter
     def length(self, length: int) -> None:
         self._length = length
+        self._farthest = self._farthest if length else 0
 
     @property
     def batch(self) -> int:
@@ -74,14 +80,20 @@ class Cache:
         return self.tensors[0].shape[1]
 
     @property
+    def owned(self) -> list[Tensor]:
+        """All that is kept: of every token, and of those that are looked back on."""
+        return [*self.tensors, *(ring.tensor for ring in self.rings)]
+
+    @property
     def bytes(self) -> int:
         """Bytes this cache owns, filled or not."""
-        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors)
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.owned)
 
     @property
     def spare_bytes(self) -> int:
         """Bytes owned but not filled."""
-        return self.bytes * (self.capacity - self.length) // max(self.capacity, 1)
+        filled = sum(tensor.untyped_storage().nbytes() for tensor in self.tensors)
+        return filled * (self.capacity - self.length) // max(self.capacity, 1)
 
     def append(self, *new: Tensor) -> list[Tensor]:
         """Remember new tokens [B, T, heads, width] and return everything remembered [B, length, heads, width]."""
@@ -132,10 +144,26 @@ class Cache:
             larger[:, : self.length] = tensor[:, : self.length]
             self.tensors[i] = larger
 
+    def recall(self) -> list[Tensor]:
+        """What the next tokens look back on: [B, tokens, entries] each, as `remember` was given it."""
+        return [ring.read(self._length) for ring in self.rings]
+
+    def remember(self, seen: Sequence[Tensor]) -> None:
+        """Keep the last of what the tokens that were just appended let later ones look back on."""
+        for ring, new in zip(self.rings, seen, strict=True):
+            ring.write(new, self._length)
+        self._farthest = max(int(self._farthest), self._length)
+
     def crop(self, length: int) -> None:
         """Forget all but the first `length` tokens (speculative decoding rejects the rest)."""
         if not 0 <= length <= self.length:
             raise ValueError(f"a cache of {self.length} tokens cannot be cropped to {length}.")
+        farthest = int(self._farthest)
+        if self.rings and 0 < length < farthest - ROLLBACK:
+            raise ValueError(
+                f"this layer looks back, and its cache keeps what that needs for {ROLLBACK} tokens, so it cannot be "
+                f"cropped to {length}; crop to 0 or to {farthest - ROLLBACK} and more."
+            )
         self.length = length
 
     def reorder(self, rows: Tensor) -> None:
@@ -152,6 +180,8 @@ class Cache:
     def take(self, rows: Tensor) -> None:
         """`reorder` without its checks, for which a GPU has to be waited for."""
         self.tensors = [tensor.index_select(0, rows) for tensor in self.tensors]
+        for ring in self.rings:
+            ring.tensor = ring.tensor.index_select(0, rows)
         if self.left_padding is not None:
             self.left_padding = self.left_padding.index_select(0, rows)
 
@@ -197,6 +227,7 @@ class StaticCache(Cache):
         self.filled = torch.zeros((), dtype=torch.long, device=device)
         self.left_padding: Tensor | None = torch.zeros(batch, dtype=torch.long, device=device)
         self.fresh = True
+        self._farthest: int | Tensor = torch.zeros_like(self.filled)
 
     @staticmethod
     def widths(spec: AttentionSpec) -> tuple[int, ...]:
@@ -218,6 +249,8 @@ class StaticCache(Cache):
     def length(self, length: int) -> None:
         self.filled.fill_(length)
         self.fresh = length == 0
+        if self.fresh:
+            torch.as_tensor(self._farthest).zero_()
 
     def append(self, *new: Tensor) -> list[Tensor]:
         """As `Cache.append`, but after the first chunk all slots are returned, filled or not."""
@@ -234,6 +267,15 @@ class StaticCache(Cache):
         first, self.fresh = self.fresh, False
         return list(new) if first else self.tensors
 
+    def recall(self) -> list[Tensor]:
+        return [ring.read(self.filled) for ring in self.rings]
+
+    def remember(self, seen: Sequence[Tensor]) -> None:
+        for ring, new in zip(self.rings, seen, strict=True):
+            ring.write(new.detach(), self.filled)
+        if self.rings:
+            torch.as_tensor(self._farthest).clamp_(min=self.filled)
+
     def slots(self, tokens: int) -> tuple[Tensor, Tensor, Tensor | None]:
         new = torch.arange(tokens, device=self.filled.device)
         if self.fresh:
@@ -247,7 +289,7 @@ class StaticCache(Cache):
             super().take(rows)
             return
         assert self.left_padding is not None
-        for tensor in (*self.tensors, self.left_padding):
+        for tensor in (*self.owned, self.left_padding):
             tensor.copy_(tensor.index_select(0, rows))
 
     def clear(self) -> None:

@@ -108,9 +108,14 @@ class Coupling(nn.Module):
     invertible: ClassVar[bool] = False
     stepped: ClassVar[bool] = True  # has a learned step size δ
     forces: ClassVar[tuple[str, ...]] = ()  # which forces may move it; none where it has no force of a chosen width
+    shares_force: ClassVar[bool] = True  # has something that is one for all heads, or one for each
+    repeats: ClassVar[bool] = True  # may be applied several times
+    has_identity: ClassVar[bool] = True  # can start as no coupling at all
+    normalises: ClassVar[bool] = False  # decides the length of queries and keys, so that no norm may follow
     limited: ClassVar[bool] = False  # has scales that `scale_limit` bounds
     nets: ClassVar[int] = 1  # how many networks share the force's width between them
     width_factor: ClassVar[int] = 1  # default width, in units of the usual one
+    takes_members: ClassVar[bool] = False  # whether a map without a kernel knows `members`, or is mapped over them
     impl: Impl = "auto"
     members: int | None = None  # of a stacked model, whose weights have one more axis in front
 

@@ -1,6 +1,6 @@
 """Attention: the five stages in order."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +10,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from qklab.attention.cache import Cache, cache_class
 from qklab.attention.couple import Linear
 from qklab.attention.finish import Gate
+from qklab.attention.look_back import KeyShift, LookbackCoupling, ShortConvolution
 from qklab.attention.mix import KeyValue
+from qklab.attention.past import Past
 from qklab.attention.positions import Positions, find_positions, find_slots
-from qklab.attention.project import Projected, Projection
+from qklab.attention.project import Latent, Projected, Projection
 from qklab.attention.spec import AttentionSpec
 from qklab.attention.visibility import Visibility, find_visibility
 
@@ -33,7 +35,9 @@ class Attention(nn.Module):
         self.mix = spec.mixing(spec, layer)
         self.output = nn.Linear(spec.heads * spec.head_width, spec.width, bias=spec.bias)
         # built last, so that under one seed a layer with coupling draws the same other weights as one without
-        self.couple = spec.coupling.mechanism(spec) if spec.coupling is not None else None
+        self.couple = None if spec.coupler is None else spec.coupler(spec)
+        self.convolve = None if spec.short_conv is None else ShortConvolution(spec)
+        self.shift = KeyShift(spec) if spec.key_shift else None
         self.gate = None if spec.gate == "none" else Gate(spec)
         self.members: int | None = None  # of a stacked model: its rows belong to so many, in equal shares
         self.watched: Tensor | None = None  # [heads], raised to the largest logit of every training pass
@@ -59,13 +63,14 @@ class Attention(nn.Module):
             positions, visibility = self.locate(x, segments, cache)
         elif segments is not None:
             raise ValueError("positions and visibility already say where the segments are; give one of the two.")
+        kept = () if cache is None else cache.recall()
         if self.recomputes and torch.is_grad_enabled():
-            q, k, v = checkpoint(
-                self.prepare, x, positions, use_reentrant=False, preserve_rng_state=False, context_fn=keep_coupled
+            q, k, v, seen = checkpoint(
+                self.prepare, x, positions, kept, use_reentrant=False, preserve_rng_state=False, context_fn=keep_coupled
             )
         else:
-            q, k, v = self.prepare(x, positions)
-        stored = self.store(k, v, positions, cache)
+            q, k, v, seen = self.prepare(x, positions, kept)
+        stored = self.store(k, v, seen, positions, cache)
         q, bias = (q, None) if self.rotate.asymmetry is None else self.rotate.asymmetry(q, positions)
         self.record("mix", q, stored, bias, positions, visibility)
         if self.watched is not None and self.training:
@@ -78,28 +83,51 @@ class Attention(nn.Module):
         o = self.mix.finish(self.rotate.undo(o, positions))
         return self.output((o if self.gate is None else self.gate(o, x)).flatten(2))
 
-    def prepare(self, x: Tensor, positions: Positions) -> Projected:
-        """Stages 1 to 4 of the new tokens: x [B, T, width] → q [B, T, H, D], k and v [B, T, G, D].
+    def prepare(
+        self, x: Tensor, positions: Positions, kept: Sequence[Tensor] = ()
+    ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
+        """Stages 1 to 4 of the new tokens: x [B, T, width] → q [B, T, H, D], k and v [B, T, G, D]; and what later tokens
+        look back on. `kept` is what the cache has of that.
 
         Stages 2 to 4 are one operation where the coupling has one that knows the norm, and nobody asks for more.
         """
-        q, k, v = self.project(x)
-        if self.couple is not None and self.couple.fuses and self.normalise.fuses and self.recorder is None:
-            q, k = self.couple.fuse(q, k, self.normalise.operand(), positions.angles, self.rotate.turns_key)
-            return q, k, v
-        self.record("project", q, k, v)
-        if self.couple is not None:
-            q, k = self.couple(q, k)
+        past, couple = Past(positions.new, kept), self.couple
+        if isinstance(self.project, Latent):
+            q, k, v = self.couple_latents(self.project, x)
+        else:
+            q, k, v = self.project(x)
+            if self.convolve is not None:
+                k, v = self.convolve(k, v, past)
+            if couple is not None and couple.fuses and self.normalise.fuses and self.recorder is None:
+                q, k = couple.fuse(q, k, self.normalise.operand(), positions.angles, self.rotate.turns_key)
+                return q, k if self.shift is None else self.shift(k, past), v, past.seen
+            self.record("project", q, k, v)
+            if isinstance(couple, LookbackCoupling):
+                q, k, v = couple(q, k, v, past)
+            elif couple is not None:
+                q, k = couple(q, k)
         self.record("couple", q, k, v)
         q, k = self.normalise(q, k)
         self.record("normalise", q, k, v)
         q, k = self.rotate(q, k, positions)
-        return q, k, v
+        return q, k if self.shift is None else self.shift(k, past), v, past.seen
 
-    def store(self, k: Tensor, v: Tensor | None, positions: Positions, cache: Cache | None) -> KeyValue:
+    def couple_latents(self, project: Latent, x: Tensor) -> Projected:
+        """Stages 1 and 2 of MLA: it is the latents that are coupled, before heads are made of them."""
+        latents = project.compress(x)
+        if self.recorder is not None:
+            self.record("project", *project.expand(*latents, x))
+        if self.couple is not None:
+            latents = self.couple(*latents)
+        return project.expand(*latents, x)
+
+    def store(
+        self, k: Tensor, v: Tensor | None, seen: list[Tensor], positions: Positions, cache: Cache | None
+    ) -> KeyValue:
         """Keys and values of the new tokens and of those before them; no value where it is the key."""
         if cache is not None:
             k, v = cache.append(k, v) if v is not None else (*cache.append(k), None)
+            cache.remember(seen)
         return KeyValue(k, v, positions=None if self.rotate.turns_key else positions)
 
     def record(self, stage: str, *given: Any) -> None:

@@ -156,8 +156,15 @@ class Latent(nn.Module):
                 nn.init.ones_(gain)
 
     def forward(self, x: Tensor) -> Projected:
+        return self.expand(*self.compress(x), x)
+
+    def compress(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The latents c_q and c of the tokens x."""
         c_q = self.normalise(self.down_query(x), self.query_gain)
-        c = self.normalise(self.down_key_value(x), self.key_value_gain)
+        return c_q, self.normalise(self.down_key_value(x), self.key_value_gain)
+
+    def expand(self, c_q: Tensor, c: Tensor, x: Tensor) -> Projected:
+        """What becomes of the latents, which a coupling may have moved."""
         q = self.up_query(c_q).unflatten(-1, (self.heads, -1))
         if self.rope_query is not None and self.rope_key is not None:
             q = torch.cat([q, self.rope_query(c_q).unflatten(-1, (self.heads, -1))], -1)

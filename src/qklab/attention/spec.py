@@ -9,8 +9,11 @@ from qklab import register
 from qklab.attention.cache import cache_class
 from qklab.attention.couple import FORCES, Coupling
 from qklab.attention.finish import GATES, Gate
+from qklab.attention.latent_couple import LATENT_COUPLINGS
+from qklab.attention.look_back import KeyShift, ShortConvolution, list_remembered
 from qklab.attention.mix import LatentSoftmax, Mix
 from qklab.attention.norm import Normalisation
+from qklab.attention.past import ROLLBACK
 from qklab.attention.project import PROJECTIONS, Latent, Projection
 from qklab.attention.rotate import KV_ROTATIONS, POSITIONS, Unrotated, choose_rotation
 from qklab.schema import Rule, Spec, boolean_field, choice_field, integer_field, number_field, spec_field
@@ -65,6 +68,24 @@ class CouplingSpec(Spec):
             lambda c: {"force_width": c.force_width + -c.force_width % c.mechanism.nets},
         ),
         Rule(
+            "steps",
+            lambda c: c.steps != 1 and not c.mechanism.repeats,
+            lambda c: f"{c.kind} is applied once",
+            lambda c: {"steps": 1},
+        ),
+        Rule(
+            "force_sharing",
+            lambda c: c.force_sharing != "per-layer" and not c.mechanism.shares_force,
+            lambda c: f"{c.kind} has no force that heads could share",
+            lambda c: {"force_sharing": "per-layer"},
+        ),
+        Rule(
+            "init",
+            lambda c: c.init == "identity" and not c.mechanism.has_identity,
+            lambda c: f"{c.kind} is the identity for no choice of its weights",
+            lambda c: {"init": "default"},
+        ),
+        Rule(
             "step_size",
             lambda c: c.step_size != 1.0 and not c.mechanism.stepped,
             lambda c: f"{c.kind} has no step size",
@@ -96,7 +117,7 @@ class CouplingSpec(Spec):
 
     @property
     def name(self) -> str:
-        words = [f"{self.kind}×{self.steps}"]
+        words = [f"{self.kind}×{self.steps}" if self.mechanism.repeats else self.kind]
         words += ["∇U"] * (self.force == "gradient")
         words += [f"h{self.force_width}"] * (self.force_width is not None)
         words += [self.force_sharing] * (self.force_sharing != "per-layer")
@@ -153,10 +174,21 @@ def rope_is_uneven(s: Any) -> bool:
     return abs(rotated - round(rotated)) > 1e-6 or round(rotated) % 2 != 0 or round(rotated) == 0
 
 
+def key_shift_repair(s: Any) -> dict[str, Any]:
+    if s.position != "rope" or s.head_width < 4:
+        return {"key_shift": False}
+    return {"rope_fraction": s.head_width // 4 * 2 / s.head_width}
+
+
 def latent_refuses(field: str, reason: str, value: Any) -> Rule:
     return Rule(
         field, lambda s: s.latent is not None and getattr(s, field) != value, lambda s: reason, lambda s: {field: value}
     )
+
+
+def couples_heads(coupling: CouplingSpec) -> bool:
+    """Whether a coupling's options are about heads, or about a force that only heads have."""
+    return "per-head" in (coupling.force_sharing, coupling.step_sharing) or coupling.force != "mlp"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,12 +205,14 @@ class AttentionSpec(Spec):
         bias: Whether the projections have biases.
         share: Which projections are one: "k=v" is (Q,K=V), "q=k" is (Q=K,V), "q=k=v" is (Q=K=V).
         latent: Keys and values through a latent (MLA).
+        short_conv: Keys and values are convolved over so many tokens, their own and those before, entry by entry.
         coupling: How q and k evolve together.
         norm: "qk" normalises queries and keys.
-        norm_eps: Its epsilon, and that of the latents' norm.
+        norm_eps: Its epsilon, and that of the latents' norm and of cca's.
         position: "learned" positions live in the decoder.
         rope_base: Base of RoPE's frequencies.
         rope_fraction: Share of a head that RoPE turns.
+        key_shift: The entries of a key that RoPE does not turn come from the token before.
         kv_rotation: Where key and value are one tensor under RoPE: rotate "once" and undo on the output, or "on-read".
         asymmetry_2d: A learned column bias that breaks the symmetry of q=k scores; only with causal=False.
         asymmetry_free_scale: Its score scale is a parameter of its own instead of the sum of its weights.
@@ -196,12 +230,14 @@ class AttentionSpec(Spec):
     bias: bool = boolean_field(False)
     share: str = choice_field("none", PROJECTIONS)
     latent: LatentSpec | None = spec_field(LatentSpec, None)
+    short_conv: int | None = integer_field(None, at_least=2, at_most=32)
     coupling: CouplingSpec | None = spec_field(CouplingSpec, None)
     norm: str = choice_field("none", register.norm)
     norm_eps: float = number_field(1e-6, above=0.0, at_most=1.0)
     position: str = choice_field("rope", POSITIONS)
     rope_base: float = number_field(10_000.0, above=1.0)
     rope_fraction: float = number_field(1.0, above=0.0, at_most=1.0)
+    key_shift: bool = boolean_field(False)
     kv_rotation: str = choice_field("once", KV_ROTATIONS)
     asymmetry_2d: bool = boolean_field(False)
     asymmetry_free_scale: bool = boolean_field(False)
@@ -225,10 +261,23 @@ class AttentionSpec(Spec):
             lambda s: "a latent is already shared by all heads, so there are no key/value groups",
             lambda s: {"kv_heads": s.heads},
         ),
-        latent_refuses("coupling", "a cached latent cannot reproduce the force of an old token's query", None),
+        Rule(
+            "coupling",
+            lambda s: s.latent is not None and s.coupling is not None and s.coupler is None,
+            lambda s: f"{s.coupling.kind} moves the queries and keys of heads, and latents have none",
+            lambda s: {"coupling": CouplingSpec(kind="affine", steps=s.coupling.steps)},
+        ),
+        Rule(
+            "coupling",
+            lambda s: s.latent is not None and s.coupling is not None and couples_heads(s.coupling),
+            lambda s: "over latents, which have no heads, there is one network of each, and no gradient force",
+            lambda s: {"coupling": s.coupling.replace(force="mlp", force_sharing="per-layer", step_sharing="per-layer")},
+        ),
         latent_refuses(
             "norm", "keys are never formed while decoding from a latent, so they cannot be normalised", "none"
         ),
+        latent_refuses("short_conv", "keys and values are never formed while decoding from a latent", None),
+        latent_refuses("key_shift", "keys are never formed while decoding from a latent", False),
         latent_refuses("mix", "differential attention over a latent is not defined", "softmax"),
         latent_refuses("rope_fraction", "the rotated part of a latent head is its rope_width", 1.0),
         Rule(
@@ -298,6 +347,18 @@ class AttentionSpec(Spec):
             lambda s: {"rope_base": 10_000.0},
         ),
         Rule(
+            "norm",
+            lambda s: s.norm != "none" and s.coupling is not None and s.coupling.mechanism.normalises,
+            lambda s: f"{s.coupling.kind} already brings queries and keys to one length",
+            lambda s: {"norm": "none"},
+        ),
+        Rule(
+            "key_shift",
+            lambda s: s.key_shift and s.rotated_width in (0, s.head_width),
+            lambda s: "it moves the entries that RoPE leaves, which must be some and not all",
+            key_shift_repair,
+        ),
+        Rule(
             "kv_rotation",
             lambda s: s.kv_rotation != "once" and not (s.key_is_value and s.position == "rope"),
             lambda s: "it is a choice only where key and value are one tensor under RoPE",
@@ -354,6 +415,14 @@ class AttentionSpec(Spec):
         return choose_rotation(self)
 
     @property
+    def coupler(self) -> type[Coupling] | None:
+        """None where there is no coupling, or none of this kind over latents."""
+        if self.coupling is None:
+            return None
+        kind = self.coupling.mechanism
+        return kind if self.latent is None else LATENT_COUPLINGS.get(kind)
+
+    @property
     def normalisation(self) -> type[Normalisation]:
         return register.norm[self.norm]
 
@@ -361,11 +430,17 @@ class AttentionSpec(Spec):
     def mixing(self) -> type[Mix]:
         return LatentSoftmax if self.latent is not None else register.mix[self.mix]
 
+    @property
+    def remembered(self) -> tuple[tuple[int, int], ...]:
+        """Tokens and entries of each thing that is looked back on, in the order that the layer does so."""
+        return list_remembered(self)
+
     def stages(self) -> dict[str, Any]:
         """Stage name → the class chosen for it; None for a stage that does nothing."""
         return {
             "project": self.projection,
-            "couple": None if self.coupling is None else self.coupling.mechanism,
+            "convolve": None if self.short_conv is None else ShortConvolution,
+            "couple": self.coupler,
             "normalise": self.normalisation,
             "rotate": self.rotation,
             "mix": self.mixing,
@@ -385,8 +460,13 @@ class AttentionSpec(Spec):
         return output + sum(stage.flops(self, context) for stage in self.stages().values() if stage is not None)
 
     def cache_bytes(self, tokens: int, dtype: torch.dtype = torch.bfloat16) -> int:
-        """Bytes one layer caches for one sequence of `tokens` tokens."""
-        return tokens * sum(cache_class(self).widths(self)) * dtype.itemsize
+        """Bytes one layer caches for one sequence of `tokens` tokens, those that are looked back on included."""
+        behind = sum((back + ROLLBACK) * entries for back, entries in self.remembered)
+        return (tokens * sum(cache_class(self).widths(self)) + behind) * dtype.itemsize
+
+    def cache_bytes_per_token(self, dtype: torch.dtype = torch.bfloat16) -> int:
+        """Bytes that one more token adds."""
+        return self.cache_bytes(2, dtype) - self.cache_bytes(1, dtype)
 
     @property
     def name(self) -> str:
@@ -395,12 +475,14 @@ class AttentionSpec(Spec):
         if self.latent is not None:
             words = [f"MLA {self.latent.query_rank}/{self.latent.kv_rank}+{self.latent.rope_width}"]
             words += ["unnormed"] * (not self.latent.norm)
+        words += [f"conv{self.short_conv}"] * (self.short_conv is not None)
         words += [] if self.coupling is None else [self.coupling.name]
         words += [] if self.kv_heads == self.heads else ["mqa" if self.kv_heads == 1 else f"gqa{self.kv_heads}"]
         words += [self.norm if self.normalisation.label is None else self.normalisation.label]
         words += {"rope": [], "learned": ["learned"], "none": ["nope"]}[self.position]
         words += [f"rope {100 * self.rope_fraction:.4g} %"] * (self.rope_fraction != 1.0)
         words += [f"base {self.rope_base:g}"] * (self.rope_base != 10_000.0)
+        words += ["key-shift"] * self.key_shift
         words += [self.kv_rotation] * (self.kv_rotation != "once")
         words += ["2d" + "+s" * self.asymmetry_free_scale] * self.asymmetry_2d
         mix = register.mix[self.mix].label
@@ -414,6 +496,9 @@ class AttentionSpec(Spec):
     def formula(self) -> dict[str, str]:
         """Stage name → what it computes, in the notation of docs/mechanisms/; empty where it does nothing."""
         formulas = {name: "" if stage is None else stage.formula_of(self) for name, stage in self.stages().items()}
+        formulas["project"] = " ; ".join(filter(None, (formulas["project"], formulas.pop("convolve"))))
+        if self.key_shift:
+            formulas["rotate"] = " ; ".join(filter(None, (formulas["rotate"], KeyShift.formula)))
         if self.position == "learned":
             added = "x_p ← x_p + e_p before the first layer"
             formulas["rotate"] = " ; ".join(filter(None, (added, formulas["rotate"])))

@@ -60,6 +60,15 @@ class QKLabCacheLayer(CacheLayerMixin):
         everything = self.cache.append(*new)
         return list(new) if first else everything
 
+    def recall(self) -> list[Tensor]:
+        """As `qklab.attention.Cache.recall`: what the next tokens look back on."""
+        return self.cache.recall() if self.cache is not None and self.started else []
+
+    def remember(self, seen: Sequence[Tensor]) -> None:
+        """As `qklab.attention.Cache.remember`."""
+        assert self.cache is not None
+        self.cache.remember(seen)
+
     def new_cache(self, batch: int, tokens: int, dtype: torch.dtype, device: torch.device) -> attention_cache.Cache:
         kind = attention_cache.cache_class(self.spec)
         made = kind(self.spec, batch, tokens + SPARE_TOKENS, dtype, device)
@@ -155,7 +164,7 @@ class QKLabStaticLayer(QKLabCacheLayer):
         if self.left_padding is not None and made.left_padding is not None:
             made.left_padding.copy_(self.left_padding)
         if not torch.compiler.is_compiling():
-            for tensor in (*made.tensors, made.filled, made.left_padding):
+            for tensor in (*made.owned, made.filled, made.left_padding):
                 torch._dynamo.mark_static_address(tensor)
         return made
 

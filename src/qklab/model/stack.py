@@ -16,7 +16,9 @@ from torch.func import functional_call
 
 from qklab.attention.couple import Coupling
 from qklab.attention.layer import Attention
+from qklab.attention.look_back import LookbackCoupling
 from qklab.attention.norm import Normalisation
+from qklab.attention.past import Past
 from qklab.model.decoder import Decoder, RMSNorm
 from qklab.model.dropout import Dropout
 from qklab.ops.members import spread_members
@@ -80,6 +82,23 @@ class MappedModule(nn.Module):
         rows = (x.unflatten(0, (members, -1)) for x in (q, k))
         q, k = torch.vmap(call)(parameters, *rows)
         return q.flatten(0, 1), k.flatten(0, 1)
+
+
+class MappedLookback(MappedModule):
+    """Couplings of other packages that look back: all given is mapped along, and there is no cache."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor | None, past: Past) -> tuple[Tensor, Tensor, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        parameters: dict[str, Tensor] = dict(self.named_parameters())
+        members = len(next(iter(parameters.values())))
+        places = past.positions.expand(len(q), -1)
+
+        def call(own: dict[str, Tensor], places: Tensor, q: Tensor, k: Tensor, v: Tensor | None) -> list[Tensor]:
+            given = functional_call(self.plain[0], own, (q, k, v, Past(places)))
+            return [each for each in given if each is not None]
+
+        rows = (None if x is None else x.unflatten(0, (members, -1)) for x in (places, q, k, v))
+        new = [x.flatten(0, 1) for x in torch.vmap(call, (0, 0, 0, 0, None if v is None else 0))(parameters, *rows)]
+        return new[0], new[1], None if v is None else new[2]
 
 
 class StackedAttention(Attention):
@@ -152,7 +171,8 @@ def stack_modules(stacked: nn.Module, plain: dict[str, nn.Module], members: int)
     mapped = [name for name, module in plain.items() if is_mapped(module)]
     for name, module in stacked.named_modules():
         if name in mapped:
-            module.__class__ = type(module.__class__.__name__, (MappedModule, module.__class__), {})
+            form = MappedLookback if isinstance(module, LookbackCoupling) else MappedModule
+            module.__class__ = type(module.__class__.__name__, (form, module.__class__), {})
             module.__dict__["plain"] = [deepcopy(plain[name])]
         elif any(name.startswith(f"{outer}.") for outer in mapped):
             continue
@@ -167,7 +187,7 @@ def is_mapped(module: nn.Module) -> bool:
     if not any(True for _ in module.parameters()):
         return False
     if isinstance(module, Coupling):
-        return not module.fuses
+        return not (module.fuses or module.takes_members)
     return isinstance(module, Normalisation) and not hasattr(module, "members")
 
 

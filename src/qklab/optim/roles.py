@@ -279,7 +279,7 @@ def read_own_layer(module: Attention) -> LayerRoles:
             rows["kr"] = Rows.of(project.rope_key, 1)
     return LayerRoles(
         rows,
-        coupling=coupling_kind(module.couple),
+        coupling="none" if spec.latent is not None else coupling_kind(module.couple),  # it moves what goes into uq, uk
         qk_norm=spec.norm != "none",
         key_is_value=spec.key_is_value,
         biased=spec.asymmetry_2d,

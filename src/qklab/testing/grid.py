@@ -17,8 +17,18 @@ Module = TypeVar("Module", bound=nn.Module)
 SIZE: dict[str, Any] = {"width": 8, "heads": 4, "head_width": 4}
 # numbers worth trying; choices and flags are found by themselves
 NUMBERS: dict[type[Spec], dict[str, tuple[Any, ...]]] = {
-    AttentionSpec: {"rope_fraction": (0.5,)},
+    AttentionSpec: {"rope_fraction": (0.5,), "short_conv": (3,)},
     CouplingSpec: {"steps": (3,), "force_width": (6,), "step_size": (0.3,), "scale_limit": (0.5,)},
+}
+
+
+# everything that looks back at once: each has its own part of the cache
+LOOKING_BACK: dict[str, Any] = {
+    "short_conv": 3,
+    "coupling": CouplingSpec(kind="cca"),
+    "key_shift": True,
+    "rope_fraction": 0.5,
+    "kv_heads": 2,
 }
 
 
@@ -102,6 +112,7 @@ def grid() -> list[AttentionSpec]:
     options = [{}, *departures(AttentionSpec, besides=("share", "mix", "causal"))]
     options += [{"kv_heads": 1}, *({"coupling": coupling} for coupling in kinds)]
     options += [{"asymmetry_2d": True, "asymmetry_free_scale": True}]
+    options += [{"key_shift": True, "rope_fraction": 0.5}, LOOKING_BACK]
     optional = (
         {"share": share, "mix": mix, "causal": causal} | one | other
         for share, mix, causal, (one, other) in itertools.product(
@@ -117,8 +128,9 @@ def grid() -> list[AttentionSpec]:
         | option
         for rope_width, norm, causal, option in itertools.product((2, 0), (True, False), (True, False), options)
     )
+    moved = ({"latent": LatentSpec(query_rank=6, kv_rank=5, rope_width=2), "coupling": each} for each in couplings())
     specs = itertools.chain(
-        legal(full), legal(coupled), cover_choices(legal(optional), 2), cover_choices(legal(latents), 2)
+        legal(full), legal(coupled), cover_choices(legal(optional), 2), cover_choices(legal(latents), 2), legal(moved)
     )
     return list(dict.fromkeys(specs))
 

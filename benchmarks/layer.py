@@ -35,6 +35,13 @@ def arms(width: int) -> dict[str, dict[str, Any]]:
         "leapfrog×1": {"coupling": CouplingSpec(kind="leapfrog")},
         "leapfrog×7": {"coupling": CouplingSpec(kind="leapfrog", steps=7)},
         "affine×1": {"coupling": CouplingSpec(kind="affine")},
+        "cca": {"coupling": CouplingSpec(kind="cca")},
+        "short-conv": {"short_conv": 4},
+        "key-shift": {"key_shift": True, "rope_fraction": 0.5},
+        "MLA affine×1": {
+            "latent": LatentSpec(query_rank=width // 2, kv_rank=width // 4, rope_width=16),
+            "coupling": CouplingSpec(kind="affine"),
+        },
         "qk-norm": {"norm": "qk"},
         "differential": {"mix": "differential"},
         "differential-v2": {"mix": "differential-v2"},

@@ -53,7 +53,15 @@ COSTS: dict[str, list[Choices]] = {
     "shared-key-value": [{"share": "k=v"}, {"share": "k=v", "kv_heads": 2}, {"share": "k=v", "kv_heads": 1}],
     "shared-query-key": [{"share": "q=k"}],
     "shared-all": [{"share": "q=k=v"}],
-    "latent": [MLA, {"latent": LatentSpec(query_rank=256, kv_rank=64, rope_width=32)}],
+    "latent": [
+        MLA,
+        {"latent": LatentSpec(query_rank=256, kv_rank=64, rope_width=32)},
+        MLA | couple("affine"),
+        MLA | couple("uncoupled"),
+    ],
+    "short-convolution": [{"short_conv": 4}, {"short_conv": 4, "share": "k=v"}],
+    "key-shift": [{"key_shift": True, "rope_fraction": 0.5}],
+    "cca": [couple("cca"), couple("cca") | {"kv_heads": 2}],
     "coupling": [
         *(couple(kind) for kind in register.coupling),
         couple("leapfrog", steps=7),
@@ -93,6 +101,9 @@ CACHED: list[Choices] = [
     {"kv_heads": 1},
     {"share": "k=v", "kv_heads": 1},
     {"latent": LatentSpec(query_rank=512, kv_rank=256, rope_width=64)},
+    couple("cca"),
+    {"short_conv": 4},
+    {"key_shift": True, "rope_fraction": 0.5},
 ]
 
 
@@ -124,13 +135,14 @@ def cost_table(page: str, choices: list[Choices]) -> str:
     plain, model = AttentionSpec(width=512, heads=8), recipe("60m").parameters()
     rows = [["width 512, 8 heads", "parameters", f"FLOPs per token at {CONTEXT:,} tokens", "cache bytes per token",
              "parameters of the 60M model"]]  # fmt: skip
+    cached = plain.cache_bytes_per_token()
     for choice in [{}, *choices]:
         spec, whole = plain.replace(**choice), recipe("60m", **choice).parameters()
         rows.append([
             spec.name,
             compare_count(spec.parameters(), plain.parameters()),
             compare_count(spec.flops_per_token(CONTEXT), plain.flops_per_token(CONTEXT)),
-            compare_count(spec.cache_bytes(1), plain.cache_bytes(1)) if spec.causal else "never cached",
+            compare_count(spec.cache_bytes_per_token(), cached) if spec.causal else "never cached",
             f"{whole:,}" if whole == model else f"{100 * (whole - model) / model:+.3g} %".replace("-", "−"),
         ])  # fmt: skip
     note = "\nOne layer; FLOPs are the forward matrix products; cache in bf16.\n"
@@ -143,9 +155,9 @@ def cache_table() -> str:
     rows = [["width 1024, 16 heads, bf16", "bytes per token", f"{LONG:,} tokens", "against (Q,K,V)"]]
     for choice in CACHED:
         spec = AttentionSpec(width=1024, heads=16, **choice)
-        saved = 1 - spec.cache_bytes(1) / plain.cache_bytes(1)
-        size = f"{spec.cache_bytes(LONG) / 2**20:g} MiB"
-        rows.append([spec.name, f"{spec.cache_bytes(1):,}", size, f"−{100 * saved:g} %" if saved else "±0 %"])
+        saved = 1 - spec.cache_bytes_per_token() / plain.cache_bytes_per_token()
+        size = f"{spec.cache_bytes(LONG) / 2**20:.5g} MiB"
+        rows.append([spec.name, f"{spec.cache_bytes_per_token():,}", size, f"−{100 * saved:g} %" if saved else "±0 %"])
     return format_table(rows) + "\nOne layer, one sequence.\n"
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from . import cache, couple, house, mix, project, rotate, stages
+from . import cache, couple, house, look_back, mix, project, rotate, stages
 from .results import CHARTS
 from .sketch import Sketch
 
@@ -23,6 +23,9 @@ DRAWINGS: dict[str, Callable[[], Sketch]] = {
     "mechanisms/affine.svg": couple.affine,
     "mechanisms/uncoupled.svg": couple.uncoupled,
     "mechanisms/linear.svg": couple.linear,
+    "mechanisms/cca.svg": look_back.cca,
+    "mechanisms/short-convolution.svg": look_back.short_convolution,
+    "mechanisms/key-shift.svg": look_back.key_shift,
     "mechanisms/qk-norm.svg": rotate.qk_norm,
     "mechanisms/rope.svg": rotate.rope,
     "mechanisms/rope-once.svg": rotate.rope_once,

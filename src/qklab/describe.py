@@ -23,7 +23,7 @@ def count_costs(spec: AttentionSpec | DecoderSpec) -> dict[str, int]:
     return {
         "parameters": spec.parameters(),
         f"FLOPs per token at {CONTEXT:,} tokens": spec.flops_per_token(CONTEXT),
-        "cache bytes per token (bf16)": spec.cache_bytes(1, torch.bfloat16),
+        "cache bytes per token (bf16)": spec.cache_bytes_per_token(torch.bfloat16),
         f"cache bytes at {LONG:,} tokens (bf16)": spec.cache_bytes(LONG, torch.bfloat16),
     }
 

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from qklab import register
 from qklab.attention.finish import GATES
+from qklab.attention.latent_couple import LATENT_COUPLINGS
 from qklab.attention.layer import Attention
 from qklab.attention.spec import AttentionSpec, CouplingSpec, LatentSpec
 from qklab.model.decoder import Decoder
@@ -21,6 +22,8 @@ def list_mechanisms() -> list[AttentionSpec]:
     def spec(**choices: object) -> AttentionSpec:
         return AttentionSpec(width=WIDTH, heads=HEADS, **choices)  # pyright: ignore[reportArgumentType]
 
+    moving = [kind for kind, mechanism in register.coupling.items() if mechanism in LATENT_COUPLINGS]
+    latent = [None, *(CouplingSpec(kind=kind) for kind in moving)]
     return [
         spec(),
         spec(kv_heads=2),
@@ -30,9 +33,11 @@ def list_mechanisms() -> list[AttentionSpec]:
         spec(share="k=v", kv_heads=2),
         spec(share="q=k"),
         spec(share="q=k=v"),
-        spec(latent=LatentSpec(query_rank=256, kv_rank=128, rope_width=32)),
+        *(spec(latent=LatentSpec(query_rank=256, kv_rank=128, rope_width=32), coupling=each) for each in latent),
+        spec(short_conv=4),
         *(spec(coupling=CouplingSpec(kind=kind)) for kind in register.coupling),
         spec(coupling=CouplingSpec(force="gradient")),
+        spec(key_shift=True, rope_fraction=0.5),
         *(spec(norm=norm) for norm in register.norm if norm != "none"),
         *(spec(mix=mix) for mix in register.mix if mix != "softmax"),
         *(spec(gate=gate) for gate in GATES if gate != "none"),

@@ -119,7 +119,7 @@ def half_delayed(v: list[Heads | None], i: int, position: int) -> Heads | None:
 
 
 def shifted(spec: AttentionSpec, tokens: list[tuple[Heads, Heads, Heads]], i: int, position: int) -> tuple:
-    """Key entries that RoPE does not turn are those of the token before; where key and value are one, its value's too."""
+    """Key entries that RoPE does not turn are those of the token before; so are the value's where it is the key."""
     q, k, v = tokens[i]
     if position == 0:
         return q, k, v

@@ -107,6 +107,11 @@ EVERY_CHOICE = [
     {"latent": LatentSpec(query_rank=8, kv_rank=8, rope_width=4)},
     {"share": "q=k", "causal": False, "asymmetry_2d": True, "asymmetry_free_scale": True},
     {"position": "learned"},
+    {"short_conv": 3},
+    *(
+        {"latent": LatentSpec(query_rank=8, kv_rank=8, rope_width=4), "coupling": CouplingSpec(kind=kind)}
+        for kind in ("affine", "uncoupled")
+    ),
 ]
 
 

@@ -127,8 +127,7 @@ class Rows:
         self.spec, self.state, self.rows, self.stages = attention.spec, attention.state_dict(), [], []
         for b in range(x.shape[0]):
             ids = [0] * x.shape[1] if segments is None else segments[b].tolist()
-            places = zip(x[b], *NAIVE["packed"](ids), strict=True)
-            self.rows.append([NAIVE["prepared"](self.spec, self.state, *place) for place in places])
+            self.rows.append(NAIVE["prepared"](self.spec, self.state, list(x[b]), *NAIVE["packed"](ids)))
             if self.spec.latent is None:
                 self.stages += [self.by_stage(token) for token in x[b]]
 

@@ -86,8 +86,8 @@ class Attention(nn.Module):
     def prepare(
         self, x: Tensor, positions: Positions, kept: Sequence[Tensor] = ()
     ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
-        """Stages 1 to 4 of the new tokens: x [B, T, width] → q [B, T, H, D], k and v [B, T, G, D]; and what later tokens
-        look back on. `kept` is what the cache has of that.
+        """Stages 1 to 4 of the new tokens: x [B, T, width] → q [B, T, H, D], k and v [B, T, G, D], and what later ones
+        look back on, of which `kept` is what the cache has.
 
         Stages 2 to 4 are one operation where the coupling has one that knows the norm, and nobody asks for more.
         """

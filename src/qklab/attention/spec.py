@@ -271,7 +271,9 @@ class AttentionSpec(Spec):
             "coupling",
             lambda s: s.latent is not None and s.coupling is not None and couples_heads(s.coupling),
             lambda s: "over latents, which have no heads, there is one network of each, and no gradient force",
-            lambda s: {"coupling": s.coupling.replace(force="mlp", force_sharing="per-layer", step_sharing="per-layer")},
+            lambda s: {
+                "coupling": s.coupling.replace(force="mlp", force_sharing="per-layer", step_sharing="per-layer")
+            },
         ),
         latent_refuses(
             "norm", "keys are never formed while decoding from a latent, so they cannot be normalised", "none"
@@ -392,6 +394,11 @@ class AttentionSpec(Spec):
     def key_is_value(self) -> bool:
         """Whether one tensor serves as key and value."""
         return self.latent is None and not PROJECTIONS[self.share].own_value
+
+    @property
+    def sets_lengths(self) -> bool:
+        """Whether queries and keys have a length that their projections do not decide."""
+        return self.norm != "none" or (self.coupling is not None and self.coupling.mechanism.normalises)
 
     @property
     def query_heads(self) -> int:

@@ -28,14 +28,15 @@ class MechanismsCommand:
                 f"{spec.parameters():,}",
                 format_change(spec.parameters(), plain.parameters()),
                 f"{spec.flops_per_token(1024):,}",
-                f"{spec.cache_bytes(1):,}",
-                format_change(spec.cache_bytes(1), plain.cache_bytes(1)),
+                f"{spec.cache_bytes_per_token():,}",
+                format_change(spec.cache_bytes_per_token(), plain.cache_bytes_per_token()),
                 f"{'yes' if error < TOLERANCE else 'NO'}  {error:.0e}",
             )
         console.print(table)
         console.print(
-            "FLOPs: forward matrix products at 1,024 tokens. Cache: bf16. Last column: half the tokens in one chunk, "
-            "then\none at a time through the cache; largest difference from the full forward relative to the largest "
+            "FLOPs: forward matrix products at 1,024 tokens. Cache: bf16, of each token; what is looked back on is "
+            "kept once\nper sequence. Last column: half the tokens in one chunk, then one at a time through the cache; "
+            "largest\ndifference from the full forward relative to the largest "
             "output.\n"
         )
         decoder, same = generate_both_ways()

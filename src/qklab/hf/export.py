@@ -123,7 +123,7 @@ def format_model_card(directory: RunDirectory, spec: RunSpec, found: Checkpoint,
     facts = {
         "Model": spec.model.name,
         "Parameters": f"{spec.model.parameters():,}",
-        "Cache": f"{spec.model.cache_bytes(1):,} bytes per token in bfloat16",
+        "Cache": f"{spec.model.cache_bytes_per_token():,} bytes per token in bfloat16",
         "Context": f"{spec.model.context:,} tokens",
         "Corpus": f"{Path(corpus['source']).name}, SHA-256 {record['data']['hash']}",
         "Tokenizer": f"{corpus['tokenizer']}, SHA-256 {record['data']['tokenizer']}",

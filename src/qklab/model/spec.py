@@ -127,6 +127,10 @@ class DecoderSpec(Spec):
         """Bytes all layers cache for one sequence of `tokens` tokens."""
         return sum(spec.cache_bytes(tokens, dtype) for spec in self.attentions)
 
+    def cache_bytes_per_token(self, dtype: torch.dtype = torch.bfloat16) -> int:
+        """Bytes that one more token adds."""
+        return sum(spec.cache_bytes_per_token(dtype) for spec in self.attentions)
+
     @property
     def name(self) -> str:
         runs = [(name, len(list(same))) for name, same in groupby(spec.name for spec in self.pattern)]

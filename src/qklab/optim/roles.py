@@ -280,7 +280,7 @@ def read_own_layer(module: Attention) -> LayerRoles:
     return LayerRoles(
         rows,
         coupling="none" if spec.latent is not None else coupling_kind(module.couple),  # it moves what goes into uq, uk
-        qk_norm=spec.norm != "none",
+        qk_norm=spec.sets_lengths,
         key_is_value=spec.key_is_value,
         biased=spec.asymmetry_2d,
         watch=functools.partial(setattr, module, "watched"),

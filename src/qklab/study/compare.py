@@ -112,6 +112,8 @@ def list_arms() -> dict[str, dict[str, Any]]:
         "gate": {"gate": "element"},
         "xsa": {"exclusive": True},
         "learned-positions": {"position": "learned"},
+        "short-conv": {"short_conv": 4},
+        "key-shift": {"key_shift": True, "rope_fraction": 0.5},
     }
     arms = {name: {"attention": choices} for name, choices in attention.items()}
     return {BASELINE: {}, **arms, "quack": {"logit_control": {"tau": 1.0}}}

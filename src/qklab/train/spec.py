@@ -240,8 +240,9 @@ def explain_uncontrollable(run: RunSpec) -> str | None:
 
 
 def why_uncontrollable(attention: AttentionSpec, method: str) -> str | None:
-    if method in ("quack", "qk-clip") and attention.norm == "qk":
-        return "attention.norm='qk' already decides how large logits are"
+    if method in ("quack", "qk-clip") and attention.sets_lengths:
+        what = f"attention.norm={attention.norm!r}" if attention.norm != "none" else attention.name
+        return f"{what} already decides how large logits are"
     if method == "qk-clip" and attention.coupling is not None and attention.latent is None:
         if attention.coupling.kind != "linear":
             return "under a coupling that is not linear, smaller W_q and W_k do not shrink logits in proportion"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from qklab import register
+from qklab.attention.look_back import LookbackCoupling
 from qklab.attention.spec import AttentionSpec, CouplingSpec
 from qklab.hf.families import find_convertible, text_config
 from qklab.hf.layout import ConvertibleFamily
@@ -51,6 +52,12 @@ class Conversion(Spec):
     output_bias: bool = boolean_field(False)
 
     rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "coupling",
+            lambda c: c.coupling is not None and issubclass(c.coupling.mechanism, LookbackCoupling),
+            lambda c: f"{c.coupling.kind} looks back on tokens that the family's own cache does not keep",
+            lambda c: {"coupling": CouplingSpec(init="identity")},
+        ),
         Rule(
             "coupling",
             lambda c: c.coupling is not None and c.coupling.init != "identity" and c.coupling.kind != "affine",

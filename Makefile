@@ -54,7 +54,7 @@ demo: $(VENV)/.qklab
 	@echo "== qklab mechanisms: every mechanism, its cost and its cache"
 	@$(BIN)/qklab mechanisms
 	@echo "== qklab compare: standard, affine coupling or (Q,K=V) on the text of Python's own library?"
-	@$(BIN)/qklab compare --arms affine k=v --minutes 4.5
+	@$(BIN)/qklab compare --arms affine k=v
 	@echo "== qklab sample: what the standard arm writes, through its key/value cache"
 	@$(BIN)/qklab sample comparisons/stdlib/runs/stdlib/standard/lr0.003-seed0 "    def __init__(self" --tokens 60 --seed 0
 

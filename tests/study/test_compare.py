@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_study import InProcess, fabricate
+from small_study import InProcess, fabricate, read_comparable
 
 from qklab.cli import main
 from qklab.cli.study import StudyCommand
@@ -26,6 +26,7 @@ from qklab.study.plan import PlannedRun, count_runs, plan_tuning_runs
 from qklab.study.records import Analyses, StudyRecord
 from qklab.study.spec import StudyError, StudySpec
 from qklab.train.spec import RunSpec
+from qklab.train.trainer import Trainer
 
 TWO = WorkerSlots(2, 1)
 
@@ -48,13 +49,13 @@ def test_the_time_decides_size_and_tokens(quick: None) -> None:
     assert list(small.study.arms) == ["standard", "leapfrog", "affine", "k=v", "qk-norm"]
     assert (small.study.corpora, small.study.seeds, small.study.analyses) == (["stdlib"], 5, 2)
     assert (small.size, small.study.base["budget"]["tokens"]) == ("pico", small.tokens)
-    assert 0.6 * 300 * 2 / 35 < small.tokens / 512 * 0.01 < 300 * 2 / 35  # most of a run's time is training
-    assert 0.97 * 300 * 2 / 35 < small.run_seconds <= 300 * 2 / 35
+    assert 0.5 * 300 * 2 / 75 < small.tokens / 512 * 0.01 < 300 * 2 / 75  # most of a run's time is training
+    assert 0.97 * 300 * 2 / 75 < small.run_seconds <= 300 * 2 / 75
     evaluation = small.study.base["evaluation"]
     whole = 0.05 * small.study.base["corpus"]["limit_bytes"] / 3  # which is all there is to be read
     read = 8 * evaluation["tokens"] + min(whole, 2 * evaluation["final_tokens"])
     assert small.run_seconds == pytest.approx(2 + (small.tokens + read / 3) / 512 * 0.01)  # all of it is planned
-    assert "35 runs of pico (0.394 M parameters)" in said[1]
+    assert "75 runs of pico (0.394 M parameters)" in said[1]
     assert f"{small.tokens_per_parameter:.2g} a parameter" in said[1]
     assert "fewer than the 10" in said[2]
     with pytest.MonkeyPatch.context() as patch:  # no larger size is measured in vain
@@ -64,7 +65,7 @@ def test_the_time_decides_size_and_tokens(quick: None) -> None:
 
 
 def test_the_largest_size_that_gets_ten_tokens_a_parameter(quick: None) -> None:
-    found = {minutes: plan(minutes=minutes) for minutes in (60, 200, 2000, 6000)}
+    found = {minutes: plan(minutes=minutes) for minutes in (120, 430, 4300, 13_000)}
     assert [one.size for one in found.values()] == ["pico", "nano", "micro", "mini"]
     ladder = list(sizes.SIZES)
     for minutes, one in found.items():
@@ -134,10 +135,9 @@ def test_populations_share_a_gpu_and_larger_runs_do_not() -> None:
     assert sizes.share_gpus(TWO, run("pico"), None) == TWO
 
 
-def test_on_a_gpu_every_seed_tries_every_learning_rate(quick: None) -> None:
-    gpu = WorkerSlots(1, 16, (0,))
-    together = plan(gpu, minutes=200)
-    assert together.study.tuning_seeds == together.study.seeds == 5
+def test_populations_are_planned_by_their_speed(quick: None) -> None:
+    together = plan(WorkerSlots(1, 16, (0,)), minutes=200)
+    assert together.study.tuning_seeds == together.study.seeds == 5  # every seed tries every learning rate
     assert count_runs(together.study) == 5 * len(together.study.lrs) * 5
     assert together.slots.count == 2
     run = together.study.run("standard", "stdlib", 1e-3, 0)
@@ -145,15 +145,28 @@ def test_on_a_gpu_every_seed_tries_every_learning_rate(quick: None) -> None:
     speed = sizes.measure_arm_speed(run, together.slots, 15)
     assert speed == pytest.approx(15 * run.tokens_per_step * sizes.COMPILING_GAINS / step)
     assert 75 * together.tokens / speed == pytest.approx(200 * 60, rel=0.15)
-    assert plan(gpu, minutes=200, size="124m").study.tuning_seeds == 1
+
+
+def test_without_minutes_the_size_decides_and_no_machine_differs(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = (TWO, WorkerSlots(1, 2), WorkerSlots(8, 4), WorkerSlots(1, 16, (0,)))
+    for asked in ({}, {"size": "nano"}):
+        plans = [plan(slots, **asked) for slots in machines]
+        monkeypatch.setattr(sizes, "measure_step", lambda *_: 7.0)  # a machine that is much slower
+        plans += [plan(slots, **asked) for slots in machines]
+        assert len({json.dumps(each.study.to_dict(), sort_keys=True) for each in plans}) == 1
+        assert {each.slots.threads for each in plans if not each.slots.gpus} == {1}
+    assert plans[0].tokens_per_parameter == pytest.approx(10, rel=1e-3)
+    assert plan().size == "pico"
+    assert plan(WorkerSlots(1, 2), minutes=500).slots.threads == 2
 
 
 def test_compiling_is_the_studys_to_decide() -> None:
     def study(tokens: int) -> StudySpec:
         return compare.make_study("pico", ComparisonRequest(), tokens)
 
-    assert compare.choose_execution(study(512 * (compare.COMPILED // 3 - 1))) == {"compile": "no"}  # three rates
-    assert compare.choose_execution(study(512 * compare.COMPILED // 3)) == {"compile": "auto"}
+    runs = 3 * 5  # learning rates and seeds
+    assert compare.choose_execution(study(512 * (compare.COMPILED // runs - 1))) == {"compile": "no"}
+    assert compare.choose_execution(study(512 * compare.COMPILED // runs)) == {"compile": "auto"}
 
 
 def test_what_is_compared_stays(tmp_path: Path) -> None:
@@ -176,7 +189,7 @@ def test_what_is_compared_stays(tmp_path: Path) -> None:
 
 
 def test_continuing_asks_once_and_after_what_is_planned(tmp_path: Path) -> None:
-    study = compare.make_study("pico", ComparisonRequest(arms=("k=v",), seeds=3), 512).replace(extend=0)
+    study = compare.make_study("pico", ComparisonRequest(arms=("k=v",), seeds=3), 512).replace(extend=0, tuning_seeds=1)
     for run in plan_tuning_runs(study):  # six runs of a second each, of ten
         fabricate(study, tmp_path, run)
     record = StudyRecord(study, [], {"minutes": 1.0, "seeds": 3})
@@ -264,12 +277,12 @@ def test_compare_answers_is_continued_and_reports(
     code, out, err = called(capsys, *asked, "--seeds", "2")
     folder = Path("comparisons/tales.jsonl")
     assert code == 0, err
-    assert "8 runs of pico" in err
+    assert "12 runs of pico" in err
     assert f"On {text}, " in out
     assert "k=v takes" in out
     assert (folder / "report.html").read_text().startswith("<!doctype html>")
     summaries = {path: path.stat().st_mtime_ns for path in folder.glob("runs/*/*/*/summary.json")}
-    assert len(summaries) == 2 * (3 + 1)
+    assert len(summaries) == 2 * 3 * 2
 
     for same in (("compare", str(text)), (*asked, "--seeds", "2")):
         code, again, err = called(capsys, *same)
@@ -289,17 +302,46 @@ def test_compare_answers_is_continued_and_reports(
     for _ in range(2):  # a target: the second time there is nothing left to do
         code, out, err = called(capsys, "compare", "--out", str(folder), "--continue", "--seeds", "3")
         assert code == 0, err
-        assert len(list(folder.glob("runs/*/*/*/summary.json"))) == 10
+        assert len(list(folder.glob("runs/*/*/*/summary.json"))) == 14
     assert json.loads((folder / "analyses.json").read_text())["command"].endswith("--continue --seeds {total}")
     assert [each["seeds"] for each in json.loads((folder / "analyses.json").read_text())["taken"]] == [2, 3]
     code, out, err = called(capsys, "compare", "--out", str(folder), "--continue", "--minutes", "0.0001")
-    assert (code, len(list(folder.glob("runs/*/*/*/summary.json")))) == (0, 12)
+    assert (code, len(list(folder.glob("runs/*/*/*/summary.json")))) == (0, 16)
     assert "judged 3 times" in out
     code, _, err = called(capsys, "compare", "--out", str(folder), "--continue", "--seeds", "2")
     assert (code, "have begun for 4 seeds" in err) == (2, True)
     assert json.loads((folder / "study.json").read_text())["spec"]["seeds"] == 4
     code, _, err = called(capsys, "compare", "--out", "elsewhere", "--continue")
     assert (code, "no comparison in elsewhere" in err) == (2, True)
+
+
+@pytest.mark.long
+def test_one_command_gives_the_same_numbers_on_a_slow_machine_and_with_other_cores(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = {"model": {"recipe": "nano", "layers": 1, "width": 16, "context": 32}, "corpus": {"vocab": 300}}
+    small = sizes.Size(sizes.SIZES["pico"].settings | shape, (3e-3, 6e-3), tokens_per_parameter=0.2)
+    for module in (sizes, compare):
+        monkeypatch.setattr(module, "SIZES", {"pico": small})
+    monkeypatch.setattr(compare, "EXTEND", 0)
+    step = Trainer.step
+
+    def step_slowly(*given: Any) -> Any:
+        time.sleep(0.005)
+        return step(*given)
+
+    for machine, slots in (("fast", WorkerSlots(2, 1)), ("slow", WorkerSlots(1, 2))):
+        monkeypatch.setattr(Trainer, "step", step if machine == "fast" else step_slowly)
+        executor = InProcess()
+        executor.slots = slots
+        monkeypatch.setattr("qklab.study.executors.local.LocalExecutor", lambda *_, say, own=executor: own)
+        asked = ("compare", str(text), "--arms", "k=v", "--seeds", "2", "--final-tokens", "256")
+        code, _, err = called(capsys, *asked, "--out", str(tmp_path / machine))
+        assert code == 0, err
+        assert {unit.execution["threads"] for unit in executor.units} == {1}
+    fast, slow = (read_comparable(tmp_path / machine) for machine in ("fast", "slow"))
+    assert len(fast) == 2 * 2 * 2
+    assert fast == slow
 
 
 def write_reports(folder: Path) -> list[str]:

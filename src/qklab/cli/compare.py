@@ -16,10 +16,11 @@ class CompareCommand:
             on one by one; by default Python's own library
         arms: which attentions, by name; the standard one is always among them; by default standard, leapfrog, affine,
             k=v and qk-norm
-        minutes: how long it may take, which decides the size of the models and how many tokens they see; by default 5
+        minutes: how long it may take, which decides the size of the models and how many tokens they see; by default the
+            size decides, so that every machine gets the same answer
         seeds: how many paired seeds in all; by default 5
         more: give the comparison that is there more: --seeds in all, or as many as fit into --minutes
-        size: pico, nano, micro, mini, 34m, 51m or 124m instead of what fits the time
+        size: pico, nano, micro, mini, 34m, 51m or 124m; by default what fits the minutes, or pico
         final_tokens: how much of validation and of test text is read at the end of a run; 0 for all of it; by default
             an eighth of what it trained on
         column: the field or column that holds the text, where files have several; by default text
@@ -52,7 +53,6 @@ class CompareCommand:
         from qklab.study.execute import Study
         from qklab.study.executors.local import LocalExecutor
         from qklab.study.records import read_study_record
-        from qklab.study.sizes import share_gpus
         from qklab.train.progress import Terminal
 
         given = {"column": self.column, "encoding": self.encoding, "skip_bad": self.skip_bad or None}
@@ -66,7 +66,8 @@ class CompareCommand:
         if (folder / "study.json").exists():
             record = read_study_record(folder)
             began = record.spec.run(record.spec.baseline, record.spec.corpora[0], record.spec.lrs[0], 0)
-            executor.slots = share_gpus(executor.slots, began, self.at_once)
+            by_size = record.asked.get("minutes") is None
+            executor.slots = compare.choose_slots(executor.slots, began, self.at_once, by_size)
             if self.more:
                 record = compare.extend_comparison(record, folder, request, executor.slots)
             else:

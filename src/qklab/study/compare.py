@@ -1,4 +1,4 @@
-"""A comparison for everyone: arms by name, and a model and a budget that fit the machine and the time there is."""
+"""A comparison for everyone: arms by name, and a budget fixed by the size of the models, or by the time there is."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from qklab.study.sizes import SIZES, count_runs_together, find_size, measure_arm
 from qklab.study.spec import StudyError, StudySpec
 from qklab.study.tuning import find_grids
 from qklab.train.progress import format_duration
-from qklab.train.spec import FINAL_SHARE
+from qklab.train.spec import FINAL_SHARE, RunSpec
 
 BASELINE = "standard"
 DEFAULT = (BASELINE, "leapfrog", "affine", "k=v", "qk-norm")
@@ -33,7 +33,8 @@ LEAST_BYTES, BYTES_PER_TOKEN = 8_000_000, 8  # more than a token has, and so eno
 LEAST_STEPS = 20
 COMPILED = 3000  # steps of a run on a GPU that make up for the time it takes to compile it
 MARGIN = 0.01
-MINUTES = 5.0
+MINUTES = 5.0  # that --continue adds
+SMALLEST = "pico"
 SEEDS = 5  # with three, Holm over four arms and two analyses ask for a difference three times as large as with five
 EXTEND = 2  # learning rates more at an end where an arm does best
 ANALYSES = 2  # one, and one after more seeds, which the answer itself may propose
@@ -41,7 +42,8 @@ ANALYSES = 2  # one, and one after more seeds, which the answer itself may propo
 
 @dataclass(frozen=True)
 class ComparisonRequest:
-    """What a comparison is asked to be, None where that is left open. `final_tokens`: how much of validation and of
+    """What a comparison is asked to be, None where that is left open. Without `minutes` the size fixes what runs are
+    trained on, and nothing depends on how fast a machine is. `final_tokens`: how much of validation and of
     test is read at the end of a run, 0 for all; `reading`: settings of a corpus that say how its files are read."""
 
     texts: tuple[str, ...] = ()
@@ -64,11 +66,8 @@ class ComparisonRequest:
 
     def fill_defaults(self) -> "ComparisonRequest":
         """As a comparison is begun; study.json keeps it, by which the same command is known again."""
-        return replace(
-            self,
-            minutes=MINUTES if self.minutes is None else self.minutes,
-            seeds=SEEDS if self.seeds is None else self.seeds,
-        )
+        size = SMALLEST if self.minutes is None and self.size is None else self.size
+        return replace(self, size=size, seeds=SEEDS if self.seeds is None else self.seeds)
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ class ComparisonPlan:
         study, seconds = self.study, self.run_seconds * math.ceil(count_runs(self.study) / self.slots.count)
         millions, rate = write_rounded(self.parameters / 1e6, 3), write_rounded(self.tokens_per_parameter)
         return (
-            f"{len(study.arms)} arms × {len(study.lrs)} learning rates, then {study.seeds} seeds: {count_runs(study)} "
+            f"{len(study.arms)} arms × {len(study.lrs)} learning rates × {study.seeds} seeds: {count_runs(study)} "
             f"runs of {self.size} ({millions} M parameters) on {self.tokens:,} tokens each, {rate} a parameter, "
             f"{self.slots.count} at a time; about {format_duration(seconds)}, evaluation included."
         )
@@ -142,7 +141,8 @@ def plan_comparison(
     say: Callable[[str], None] = lambda sentence: None,
 ) -> ComparisonPlan:
     """The study that answers in about the minutes asked for: the largest size that gets ten tokens a parameter, or else
-    the smallest; as many tokens as there is time for, the same for every arm."""
+    the smallest; as many tokens as there is time for, the same for every arm. Without minutes the study of a size, on
+    as many tokens as that says."""
     request = request.fill_defaults()
     for text in request.texts or ("stdlib",):  # what cannot be used is told before anything is measured
         refuse_unusable(DataSpec(source=text, **SPLITS, **request.reading, limit_bytes=LEAST_BYTES), data)
@@ -161,25 +161,20 @@ def plan_comparison(
         rate = write_rounded(chosen.tokens_per_parameter)
         say(
             f"{rate} tokens a parameter are fewer than the {TOKENS_PER_PARAMETER:g} that show most of what a model of "
-            "this size can learn; more --minutes give it more."
+            f"this size can learn; {'' if request.minutes is None else 'more '}--minutes give it more."
         )
     return chosen
 
 
 def plan_size(size: str, request: ComparisonRequest, slots: WorkerSlots, at_once: int | None) -> ComparisonPlan:
-    """The study of a size with as many tokens a run as the time allows, evaluation and all.
-
-    Where runs are trained as populations, every seed tries every learning rate: more runs of an arm cost little there.
-    """
+    """The study of a size with as many tokens a run as the time allows, evaluation and all, or as the size says."""
     trial = make_study(size, request, 2**20)
     runs = [trial.run(arm, trial.corpora[0], trial.lrs[0], 0) for arm in trial.arms]
     together = all(count_runs_together(run, slots, 2) > 1 for run in runs)
-    slots, trial = share_gpus(slots, runs[0], at_once), make_study(size, request, 2**20, together)
+    slots = choose_slots(slots, runs[0], at_once, request.minutes is None)
     speeds = [measure_arm_speed(run, slots, count_runs(trial) // len(runs) // len(trial.corpora)) for run in runs]
     speed = len(speeds) / sum(1 / each for each in speeds)  # every arm trains on as many tokens
-    assert request.minutes is not None
-    allowed = 60 * request.minutes * slots.count / count_runs(trial)  # seconds for each run
-    each = runs[0].tokens_per_step
+    each, parameters = runs[0].tokens_per_step, runs[0].model.parameters()
 
     def seconds(tokens: int) -> float:
         final = choose_final_tokens(request, tokens)
@@ -188,14 +183,22 @@ def plan_size(size: str, request: ComparisonRequest, slots: WorkerSlots, at_once
         beside = COMPILING * slots.count / count_runs(trial) if together else START[slots.device]
         return beside + (tokens + read / 3) * slots.count / speed  # a forward pass is a third of a step
 
-    low, high = LEAST_STEPS * each, int(allowed * speed / slots.count)
-    while high - low > each:
-        tokens = (low + high) // 2
-        low, high = (tokens, high) if seconds(tokens) <= allowed else (low, tokens)
+    low = max(LEAST_STEPS * each, int(SIZES[size].tokens_per_parameter * parameters))
+    if request.minutes is not None:
+        allowed = 60 * request.minutes * slots.count / count_runs(trial)  # seconds for each run
+        low, high = LEAST_STEPS * each, int(allowed * speed / slots.count)
+        while high - low > each:
+            tokens = (low + high) // 2
+            low, high = (tokens, high) if seconds(tokens) <= allowed else (low, tokens)
     tokens = low // each * each
-    return ComparisonPlan(
-        make_study(size, request, tokens, together), size, slots, tokens, runs[0].model.parameters(), seconds(tokens)
-    )
+    return ComparisonPlan(make_study(size, request, tokens), size, slots, tokens, parameters, seconds(tokens))
+
+
+def choose_slots(slots: WorkerSlots, run: RunSpec, at_once: int | None, by_size: bool) -> WorkerSlots:
+    """The slots for runs like this one. Where the size fixes the comparison a run on a CPU has one thread, since sums
+    are rounded differently with more."""
+    slots = share_gpus(slots, run, at_once)
+    return replace(slots, threads=1) if by_size and not slots.gpus else slots
 
 
 def choose_final_tokens(request: ComparisonRequest, tokens: int) -> int:
@@ -213,8 +216,9 @@ def choose_limit(tokens: int) -> int:
     return max(LEAST_BYTES, BYTES_PER_TOKEN * tokens)
 
 
-def make_study(size: str, request: ComparisonRequest, tokens: int, tunes_all: bool = False) -> StudySpec:
-    """The study of a size with so many tokens a run; learning rates are chosen by one seed, or by all."""
+def make_study(size: str, request: ComparisonRequest, tokens: int) -> StudySpec:
+    """The study of a size with so many tokens a run. Every seed tries every learning rate: where one chooses for all, a
+    wrong choice makes false alarms."""
     seeds = request.fill_defaults().seeds
     settings = SIZES[size].settings
     evaluation = {
@@ -237,7 +241,7 @@ def make_study(size: str, request: ComparisonRequest, tokens: int, tunes_all: bo
             "lrs": list(SIZES[size].lrs),
             "extend": EXTEND if len(SIZES[size].lrs) > 1 else 0,
             "seeds": seeds,
-            **({"tuning_seeds": seeds} if tunes_all else {}),
+            "tuning_seeds": seeds,
             "margin": MARGIN,
             "analyses": ANALYSES,
             "base": settings | base,
@@ -255,7 +259,8 @@ def refuse_other_request(record: StudyRecord, folder: Path, request: ComparisonR
     for name, there in (("minutes", [asked.get("minutes")]), ("seeds", [asked.get("seeds"), spec.seeds])):
         wanted = getattr(request, name)
         if wanted is not None and wanted not in there:
-            told = f"{name}={there[0]:g}" if there[0] is not None else f"{spec.seeds} seeds"
+            fixed = "tokens that its size fixed" if name == "minutes" else f"{spec.seeds} seeds"
+            told = fixed if there[0] is None else f"{name}={there[0]:g}"
             raise StudyError(
                 f"{folder} holds a comparison of {told}, but {name}={wanted:g} came; to go on with that one leave "
                 f"--{name} out, to give it more add --continue, and to begin another choose another folder with --out."

@@ -19,10 +19,12 @@ from qklab.train.spec import RunSpec
 
 @dataclass(frozen=True)
 class Size:
-    """Settings that all arms share, and the learning rates each arm tries."""
+    """Settings that all arms share, the learning rates each arm tries, and how much a run is trained where no time is
+    given: so the answer is the same on every machine."""
 
     settings: dict[str, Any]
     lrs: tuple[float, ...]
+    tokens_per_parameter: float = 10.0
 
 
 SIZES: dict[str, Size] = {  # from small to large
@@ -35,6 +37,7 @@ SIZES: dict[str, Size] = {  # from small to large
             "schedule": {"warmup": 0.2},  # in runs of a few hundred steps much of the spread over seeds comes from less
         },
         (3e-3, 6e-3, 1.2e-2),
+        tokens_per_parameter=0.4,  # three arms in four and a half minutes on two cores
     ),
     "nano": Size({"model": {"recipe": "nano"}, "batch": {"sequences": 16}}, (2e-3, 4e-3, 8e-3)),
     "micro": Size(

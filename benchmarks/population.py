@@ -3,6 +3,7 @@
     python benchmarks/population.py --sizes nano micro mini          # on a GPU: solo and population, standard attention
     python benchmarks/population.py --sizes nano --arms standard leapfrog affine k=v qk-norm
     python benchmarks/population.py --sizes nano --profile           # where a population's step spends its time
+    python benchmarks/population.py --sizes nano --curves            # whole loss curves, population against solo
 
 Each case is a process of its own, which trains with everything that belongs to a run: data, records, optimiser. All
 steps but the first are timed. Correctness comes first: over the first steps every member's loss must be its solo run's
@@ -16,23 +17,32 @@ import json
 import subprocess
 import sys
 import tempfile
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from measure import RESULTS, keep, provenance
+from qklab.data.batches import Batch
+from qklab.data.prepare import prepare_corpus
+from qklab.data.shards import Corpus
 from qklab.runs.directory import RunDirectory
 from qklab.study.compare import list_arms
-from qklab.train.launch import train_population
+from qklab.train.launch import choose_precision, train_population
+from qklab.train.machine import Machine
+from qklab.train.population import PopulationTrainer
 from qklab.train.settings import merge_settings, resolve_run
 from qklab.train.spec import ExecutionSpec, RunSpec
+from qklab.train.trainer import Trainer
 
 SIZES = {"nano": (16, 15), "micro": (16, 15), "mini": (16, 9), "34m": (16, 6)}  # windows a step, members
 RATES = (1e-3, 2e-3, 4e-3)
 PRODUCTS, BYTES = 700e12, 4.8e12  # FLOP/s in bf16 and bytes/s that an H200 reaches
 GATE = {"bf16": 0.03, "fp32": 2e-3}  # nats, over the first steps
 EARLY = 20
+ORDERS, WARM_UP = 3, 20  # of the curves: orders of the rows, steps until the learning rate is reached
 
 
 def make_specs(size: str, arm: str, members: int, options: argparse.Namespace) -> tuple[list[RunSpec], ExecutionSpec]:
@@ -107,18 +117,19 @@ def describe_case(case: dict[str, Any], solo: dict[str, Any] | None) -> str:
     )
 
 
-def profile_step(size: str, arm: str, members: int, options: argparse.Namespace) -> None:
-    """Print the kernels of a population's step, slowest first."""
-    from qklab.data.prepare import prepare_corpus
-    from qklab.data.shards import Corpus
-    from qklab.train.launch import choose_precision
-    from qklab.train.machine import Machine
-    from qklab.train.population import PopulationTrainer
-
-    specs, execution = make_specs(size, arm, members, options)
+def open_trainer(specs: list[RunSpec], execution: ExecutionSpec) -> Trainer | PopulationTrainer:
+    """What trains these runs, before its first step."""
     machine = Machine.open(execution)
     specs = [choose_precision(spec, machine) for spec in specs]
-    trainer = PopulationTrainer(specs, execution, Corpus.open(prepare_corpus(specs[0].corpus).folder), machine)
+    corpus = Corpus.open(prepare_corpus(specs[0].corpus).folder)
+    if len(specs) == 1:
+        return Trainer(specs[0], execution, corpus, machine)
+    return PopulationTrainer(specs, execution, corpus, machine)
+
+
+def profile_step(size: str, arm: str, members: int, options: argparse.Namespace) -> None:
+    """Print the kernels of a population's step, slowest first."""
+    trainer = open_trainer(*make_specs(size, arm, members, options))
     batches = trainer.read_batches(0)
     for _ in range(10):
         trainer.step(next(batches), [1e-3] * members)
@@ -131,6 +142,52 @@ def profile_step(size: str, arm: str, members: int, options: argparse.Namespace)
     print(recorded.key_averages().table(sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=70))
 
 
+def draw_curves(specs: list[RunSpec], execution: ExecutionSpec) -> Tensor:
+    """Loss curves of runs trained together, each with the rows of every batch in several orders, which are the same
+    model up to rounding: [orders, steps, runs]."""
+    trainer = open_trainer(specs, execution)
+    trainer.optimiser.materialise()
+    alone = isinstance(trainer, Trainer)
+    tensors = [trainer.tensors()] if alone else [trainer.tensors(run) for run in range(len(specs))]
+    live = [(name, tensor) for named in tensors for name, tensor in named.items()]
+    # an optimiser's state begins at zero, and creating it may have counted as a step
+    start = [torch.zeros_like(value) if name.startswith("optimiser.") else value.clone() for name, value in live]
+    curves = []
+    for order in range(ORDERS):
+        for (_, tensor), value in zip(live, start, strict=True):
+            tensor.copy_(value)
+        batches, losses = trainer.read_batches(0), []
+        for step in range(specs[0].steps or 0):
+            batch = Batch(*(None if t is None else t.roll(order, -2) for t in next(batches)))  # pyright: ignore[reportArgumentType]
+            lrs = [min(1.0, (step + 1) / WARM_UP) * spec.optimiser.lr for spec in specs]
+            losses.append([nats for nats, _ in trainer.step(batch, lrs).values()])
+        batches.close()
+        curves.append(losses)
+    return torch.tensor(curves, dtype=torch.float64)
+
+
+def compare_curves(size: str, arm: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Runs at every rate, alone and together. As far as orders of the rows make a run stray from itself, so far may the
+    population's mean curve stray from the solo run's."""
+    specs, execution = make_specs(size, arm, len(RATES), options)
+    together = draw_curves(specs, execution)
+    alone = torch.cat([draw_curves([spec], execution) for spec in specs], 2)
+    both = torch.stack([alone, together])
+    noise = (both - both.mean(1, keepdim=True)).square().sum((0, 1)) / (2 * ORDERS - 2)
+    # a mean over orders errs by the spread over √orders, a difference of two by √2 times that
+    allowed = (2 / ORDERS * noise).mean(0).sqrt()
+    apart = (together.mean(0) - alone.mean(0)).square().mean(0).sqrt()
+    ends = both[:, :, -20:].mean((1, 2))
+    for lr, *numbers in zip(RATES, ends[0], ends[1], apart, allowed, strict=True):
+        solo, population, distance, rounding = map(float, numbers)
+        print(
+            f"{size} {arm} at {lr:g}, {ORDERS} × {both.shape[2]} steps: ends at {solo:.4f} alone and {population:.4f} "
+            f"in a population; mean curves {distance:.2e} apart, as far as rounding alone makes them {rounding:.2e}",
+            flush=True,
+        )
+    return {"size": size, "arm": arm, "rates": RATES, "apart": apart.tolist(), "by_rounding": allowed.tolist()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", default="stdlib")
@@ -141,6 +198,7 @@ def main() -> None:
     parser.add_argument("--packing", default="packed")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--curves", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--name", default="population")
     parser.add_argument("--commit", help="where git does not know it")
@@ -150,12 +208,15 @@ def main() -> None:
         size, arm, members = options.case
         print(json.dumps(run_case(size, arm, int(members), options)))
         return
-    cases = []
+    cases, curves = [], []
     for size in options.sizes:
         members = options.members or SIZES[size][1]
         for arm in options.arms:
             if options.profile:
                 profile_step(size, arm, members, options)
+                continue
+            if options.curves:
+                curves.append(compare_curves(size, arm, options))
                 continue
             solo = run_in_process(size, arm, 1, options)
             together = run_in_process(size, arm, members, options)
@@ -163,9 +224,12 @@ def main() -> None:
             for case in (solo, together):
                 print(describe_case(case, None if case is solo else solo), flush=True)
                 cases.append({name: value for name, value in case.items() if name != "early"})
-    if cases:
+    if found := {name: value for name, value in {"cases": cases, "curves": curves}.items() if value}:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        keep(options.name, {"cases": cases} | provenance(device, options.commit), options.out)
+        keep(options.name, found | provenance(device, options.commit), options.out)
+    strays = [case for case in curves if max(map(truediv, case["apart"], case["by_rounding"])) > 2]
+    if strays:
+        sys.exit("a population strays from its solo runs by more than twice what rounding does.")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 With --restore, the other way round: the runs that are kept, as far as a study needs them to go on with the others, so
 that it can grow over many short jobs on machines that forget:
 
-    python evidence/keep.py --restore evidence/NAME STUDY_FOLDER
+    python evidence/keep.py --restore evidence/NAME STUDY_FOLDER [evidence/OTHER/study.toml]
+
+With another study's file, that one begins with the runs of arms that the two have in common.
 
 Each finished run becomes a line of records.jsonl: its run.json and summary.json as they are, its learning curve thinned
 to a hundred points, every evaluation, and every probe averaged over heads. Runs that are there already stay.
@@ -79,22 +81,25 @@ def main(study: Path, folder: Path) -> None:
     print(f"{len(fresh)} runs added, {len(records)} kept in {path}")
 
 
-def restore(folder: Path, study: Path) -> None:
-    """Write study.json, and run.json and summary.json of every run that is kept and not there."""
+def restore(folder: Path, study: Path, file: Path) -> None:
+    """Write study.json, and run.json and summary.json of every run that is kept, of an arm of this plan, and not
+    there."""
+    plan, data = read_study(file), read_study_record(folder).data
     records = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+    records = [record for record in records if record["place"].split("/")[1] in plan.arms]
     for record in records:
         run = study / "runs" / record["place"]
         if not (run / "summary.json").exists():
             run.mkdir(parents=True, exist_ok=True)
             (run / "run.json").write_text(json.dumps(record["run"]))
             (run / "summary.json").write_text(json.dumps(record["summary"]))
-    plan, data = read_study(folder / "study.toml"), read_study_record(folder).data
     StudyRecord(plan, data).write(study)  # as its file is now: a grid may have been extended since
     print(f"{len(records)} runs are in {study}")
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "--restore":
-        restore(Path(sys.argv[2]), Path(sys.argv[3]))
+        kept, study, *file = map(Path, sys.argv[2:])
+        restore(kept, study, file[0] if file else kept / "study.toml")
     else:
         main(Path(sys.argv[1]), Path(sys.argv[2]))

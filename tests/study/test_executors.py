@@ -5,6 +5,7 @@ import io
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -284,6 +285,25 @@ def test_a_forkserver_that_is_dying_is_waited_for(
     with pytest.raises(ConnectionRefusedError):
         executor.submit(unit_of(tmp_path / "other"))
     assert (executor.free, executor.stop()) == (1, 0)
+
+
+def test_another_child_of_the_forkserver_can_be_terminated() -> None:
+    code = """
+import multiprocessing.forkserver, multiprocessing.resource_tracker, signal, sys, time
+from qklab.study.executors.local import PRELOADED
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(PRELOADED[:1])
+multiprocessing.resource_tracker.ensure_running()  # which would let SIGTERM through again
+before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+multiprocessing.forkserver.ensure_running()
+signal.pthread_sigmask(signal.SIG_SETMASK, before)
+other = context.Process(target=time.sleep, args=(60,))
+other.start()
+other.terminate()
+other.join(20)
+sys.exit(other.exitcode != -signal.SIGTERM)
+"""
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_a_run_that_gets_further_each_time_is_resumed_as_often_as_it_takes(

@@ -112,8 +112,6 @@ def test_killed_again_and_again(settings: Settings, tiny_run: Path, tmp_path: Pa
 def train_until_asked(spec: RunSpec, execution: ExecutionSpec, folder: Path) -> None:
     """Train, and wait before the fourth step until someone asks to stop, whatever else the machine does."""
     plain = Trainer.step
-    # a forkserver that a study's executor started holds SIGTERM back, and so do its children until they ask for it
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
     def slow(self: Trainer, *arguments: Any) -> Any:
         until, listening = time.monotonic() + 60, signal.getsignal(signal.SIGTERM)

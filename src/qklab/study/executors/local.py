@@ -5,7 +5,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -15,7 +15,7 @@ from qklab.study.executors.worker import FAILED, perform_unit
 from qklab.study.spec import StudyError
 
 # torch._dynamo is imported by torch when the first optimiser is made, which takes a second
-PRELOADED = ["qklab.study.executors.worker", "torch._dynamo"]
+PRELOADED = ["qklab.study.executors.child_signals", "qklab.study.executors.worker", "torch._dynamo"]
 DYING = 30.0  # seconds after which a killed forkserver must be gone
 LOST = 255  # what multiprocessing makes of a process whose end it was not told of
 
@@ -74,7 +74,8 @@ class LocalExecutor:
             context.set_forkserver_preload(PRELOADED)
         environment = self.slots.visible_devices(running.slot)
         process = context.Process(target=perform_unit, args=(running.unit, environment), daemon=False)
-        # a signal sent to all processes at once must not end one that has not begun to listen, nor the one that forks
+        # a signal sent to all processes at once must not end the one that forks, nor a Python that has just begun
+        resource_tracker.ensure_running()  # unblocks SIGTERM when it starts
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             start_from_forkserver(process)

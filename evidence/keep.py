@@ -73,7 +73,8 @@ def main(study: Path, folder: Path) -> None:
     path = folder / "records.jsonl"
     kept = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     known = {record["run"]["id"] for record in kept}
-    found = [read_record(summary.parent) for summary in sorted(study.glob("runs/*/*/*/summary.json"))]
+    ended = [summary.parent for summary in sorted(study.glob("runs/*/*/*/summary.json"))]
+    found = [read_record(run) for run in ended if (run / "metrics.jsonl").exists()]  # those restored have none
     fresh = [record for record in found if record["run"]["id"] not in known]
     records = sorted(kept + fresh, key=lambda record: record["place"])
     path.write_text("".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records))

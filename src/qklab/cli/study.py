@@ -14,6 +14,7 @@ class StudyCommand:
 
     Args:
         file: the study's TOML file
+        merge: unite these folders, slices of one study that were done on different machines, in --out
         out: its folder, or a URL (s3://…, gs://…, file://…); by default runs/ and the study's name; what is there is
             continued
         seeds: how many seeds instead of what the file says: a study can be given more, not fewer
@@ -23,13 +24,15 @@ class StudyCommand:
         population: how many runs that differ in seed and learning rate are trained as one model: a number, off, or
             auto, which does so on a GPU
         minutes: begin only what can end in so many minutes, and stop; the same command continues
+        only: begin runs of these arms alone, since other machines do the others; --merge unites them
         keep: how many checkpoints of a run stay beside its best; 0: none once it has ended
         ray: run on the Ray cluster at this address; without an address on one started on this machine
         executor: where runs are carried out: local, ray, or what a package registered
         data: where corpora are looked for by name; by default $QKLAB_DATA
     """
 
-    file: Positional[Path]
+    file: Positional[Path | None] = None
+    merge: tuple[Path, ...] = ()
     out: str | None = None
     seeds: int | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -37,6 +40,7 @@ class StudyCommand:
     rows: int | None = None
     population: str = "auto"
     minutes: float | None = None
+    only: tuple[str, ...] = ()
     keep: int = 1
     ray: str | None = None
     executor: str | None = None
@@ -59,6 +63,10 @@ class StudyCommand:
         from qklab.study.spec import read_study
         from qklab.train.progress import Terminal
 
+        if self.merge:
+            return self.merge_slices()
+        if self.file is None:
+            raise ValueError("a study needs its TOML file, e.g. qklab study studies/a1.toml.")
         spec, display = read_study(self.file), Terminal()
         if self.seeds is not None:
             spec = spec.replace(seeds=self.seeds)
@@ -71,6 +79,7 @@ class StudyCommand:
             execution={"rows": self.rows, "population": self.population, "keep": self.keep},
             remote=remote,
             minutes=self.minutes,
+            only=self.only,
         )
         words = ["qklab", "study", str(self.file), "--out", out]
         for name in ("rows", "executor", "ray", "data"):
@@ -84,6 +93,14 @@ class StudyCommand:
             display,
             f"{shlex.join(words)} --seeds {{total}}",
         )
+
+    def merge_slices(self) -> int:
+        from qklab.study.merge import merge_studies
+
+        if self.file is not None or self.out is None:
+            raise ValueError("a merge takes folders and --out, e.g. qklab study --merge one two --out runs/all.")
+        print(merge_studies(self.merge, Path(self.out)).describe())
+        return 0
 
 
 def execute_and_report(study: Any, make_executor: Callable[[], Any], display: Any, command: str) -> int:

@@ -1,5 +1,7 @@
 """Where a number was made: versions, processor, commit."""
 
+import functools
+import hashlib
 import os
 import platform
 import subprocess
@@ -7,6 +9,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+COMPUTING = (
+    "attention",
+    "data",
+    "model",
+    "ops",
+    "optim",
+    "train",
+)  # the parts of qklab that decide what a run computes
 PACKAGES = ("torch", "triton", "numpy", "tokenizers", "safetensors", "transformers", "liger-kernel")
 
 
@@ -45,6 +55,15 @@ def describe_processor() -> str:
     except OSError:
         return platform.processor()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+@functools.cache
+def hash_code() -> str:
+    """SHA-256 of the source files that decide what a run computes."""
+    package, digest = Path(__file__).resolve().parents[1], hashlib.sha256()
+    for path in sorted(path for part in COMPUTING for path in (package / part).rglob("*.py")):
+        digest.update(f"{path.relative_to(package).as_posix()}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def find_commit() -> str | None:

@@ -112,6 +112,15 @@ def copy_file(source: Path, target: Path) -> None:
     shutil.copyfile(source, target)
 
 
+def copy_folder(source: Path, target: Path, aside: Path) -> None:
+    """A copy of a folder without its lock, made at `aside` and then put in the place of `target` in one step."""
+    shutil.rmtree(aside, ignore_errors=True)
+    shutil.copytree(source, aside, ignore=shutil.ignore_patterns("lock"))
+    shutil.rmtree(target, ignore_errors=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    rename_folder(aside, target)
+
+
 def link_file(source: Path, target: Path) -> None:
     """The same file by another name; a copy where the file system has no hard links."""
     try:

@@ -20,6 +20,7 @@ from qklab.data.prepare import prepare_corpus
 from qklab.data.sources import find_source_path
 from qklab.data.spec import DataSpec
 from qklab.runs.directory import RunDirectory, RunError
+from qklab.schema import suggest_name
 from qklab.study.executors import Executor, RunTask, Unit, WorkerSlots
 from qklab.study.learned import describe_pace
 from qklab.study.metrics import find_metric
@@ -62,7 +63,8 @@ class Study:
     """A study in its folder: study.json says what it is, runs/ holds its runs.
 
     With `remote`, whose local folder must be this one, all of it lives at a URL. With `minutes` only what can end in
-    that time is begun, so that a study can grow over many short jobs.
+    that time is begun, so that a study can grow over many short jobs; with `only` runs of these arms alone, so that
+    other machines can do the others (`merge_studies` unites them).
     """
 
     def __init__(
@@ -75,7 +77,15 @@ class Study:
         remote: RemoteStudy | None = None,
         asked: Mapping[str, Any] | None = None,
         minutes: float | None = None,
+        only: Sequence[str] = (),
     ):
+        for arm in only:
+            if arm not in spec.arms:
+                raise StudyError(
+                    f"there is no arm {arm!r}{suggest_name(arm, spec.arms)} in the study; its arms are "
+                    f"{', '.join(spec.arms)}."
+                )
+        self.only = frozenset(only or spec.arms)
         if minutes is not None and not 0 < minutes < 1e6:
             raise StudyError(f"minutes must be a number above 0, but {minutes:g} came.")
         self.until = None if minutes is None else time.monotonic() + 60 * minutes
@@ -230,7 +240,7 @@ class Study:
         while len(self.results) > known:
             known = len(self.results)
             missing = self.list_unfinished(self.plan_certain_runs())
-        return missing
+        return [run for run in missing if run.arm in self.only]
 
     # Carrying out
 
@@ -247,6 +257,11 @@ class Study:
                 self.perform(executor, display, stop)
         finally:
             display.close()
+        if self.list_unfinished(self.plan_certain_runs()):
+            raise StudyInterrupted(
+                f"{len(self.results)} of {self.count_runs()} runs are done, and all of {', '.join(sorted(self.only))} "
+                "that are certain; the others are other machines' to do, and qklab study --merge unites them."
+            )
         return [self.results[run] for run in self.plan_certain_runs()]
 
     def discard_damaged_summaries(self, display: Display) -> None:

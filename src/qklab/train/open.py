@@ -12,7 +12,7 @@ from qklab.data.prepare import prepare_corpus
 from qklab.data.shards import Corpus
 from qklab.data.spec import DataError
 from qklab.runs.directory import RunDirectory, RunError
-from qklab.runs.environment import describe_environment, find_commit
+from qklab.runs.environment import describe_environment, find_commit, hash_code
 from qklab.train.checkpoint import Checkpoint, Checkpoints
 from qklab.train.machine import Machine
 from qklab.train.mend import TOKENIZER, restore_tokenizer
@@ -128,6 +128,7 @@ def begin_record(
         "name": spec.model.name,
         "fingerprint": spec.fingerprint,
         "commit": find_commit(),
+        "code": hash_code(),
         "data": {"folder": str(corpus.folder), "hash": corpus.hash, "tokenizer": corpus.tokenizer.hash},
         "environment": describe_environment(machine.describe()),
     } | ({"population": members} if members > 1 else {})

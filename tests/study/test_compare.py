@@ -448,3 +448,15 @@ def test_a_study_is_stopped_goes_on_and_reports(text: Path, tmp_path: Path, caps
     assert (code, "began with lrs" in err) == (2, True)
     code, _, err = called(capsys, "study", str(tmp_path / "none.toml"))
     assert (code, "there is no study file" in err) == (2, True)
+
+
+def test_tasks_are_compared_by_accuracy_at_their_own_length_and_not_with_text(quick: None) -> None:
+    both_ways = plan(texts=("task:sort?length=16", "task:copy?length=16"), arms=("k=v",), minutes=5).study
+    assert (both_ways.metric, both_ways.margin) == ("accuracy", 1.0)
+    run = both_ways.run("k=v", "task:sort?length=16", both_ways.lrs[0], 0)
+    assert (run.model.context, run.model.causal, run.batch.sequences) == (16, False, 32)
+    assert sizes.find_size(both_ways) == "pico"
+    causal = plan(texts=("task:mqar",), arms=("k=v", "q=k", "leapfrog"), minutes=5).study
+    assert causal.run("q=k", "task:mqar", causal.lrs[0], 0).model.causal
+    with pytest.raises(StudyError, match="tasks are compared by accuracy and texts by loss, but both came"):
+        plan(texts=("task:sort", "stdlib"), arms=("k=v",))

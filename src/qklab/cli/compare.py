@@ -13,7 +13,7 @@ class CompareCommand:
 
     Args:
         texts: files or folders of text (.txt, .md, .jsonl, .json, .csv, .tsv, .parquet), or names of corpora, compared
-            on one by one; by default Python's own library
+            on one by one; by default Python's own library; or tasks, such as task:mqar?pairs=16&length=128
         arms: which attentions, by name; the standard one is always among them; by default standard, leapfrog, affine,
             k=v and qk-norm
         minutes: how long it may take, which decides the size of the models and how many tokens they see; by default the

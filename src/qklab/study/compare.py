@@ -1,7 +1,7 @@
 """A comparison for everyone: arms by name, and a budget fixed by the size of the models, or by the time there is."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from qklab import register
 from qklab.attention.project import PROJECTIONS
 from qklab.data.prepare import refuse_unusable
 from qklab.data.spec import DataSpec
+from qklab.data.tasks import parse_task
 from qklab.schema import suggest_name
 from qklab.study.executors import WorkerSlots
 from qklab.study.plan import count_runs, write_rounded
@@ -33,8 +34,14 @@ LEAST_BYTES, BYTES_PER_TOKEN = 8_000_000, 8  # more than a token has, and so eno
 LEAST_STEPS = 20
 COMPILED = 3000  # steps of a run on a GPU that make up for the time it takes to compile it
 MARGIN = 0.01
+<<<<<<< HEAD
 MINUTES = 5.0  # that --continue adds
 SMALLEST = "pico"
+=======
+TASK_MARGIN = 1.0  # percentage points of accuracy
+TASK_SEQUENCES = 32
+MINUTES = 5.0
+>>>>>>> 5337487 (qklab compare on tasks, by accuracy)
 SEEDS = 5  # with three, Holm over four arms and two analyses ask for a difference three times as large as with five
 EXTEND = 2  # learning rates more at an end where an arm does best
 ANALYSES = 2  # one, and one after more seeds, which the answer itself may propose
@@ -63,6 +70,14 @@ class ComparisonRequest:
             )
         if self.arms is not None:
             select_arms(self.arms)
+
+    @property
+    def asks_tasks(self) -> bool:
+        """Whether it is tasks that are compared on; text and tasks together are refused."""
+        tasks = [parse_task(text) for text in self.texts]
+        if any(tasks) and not all(tasks):
+            raise StudyError("tasks are compared by accuracy and texts by loss, but both came; compare them apart.")
+        return any(tasks)
 
     def fill_defaults(self) -> "ComparisonRequest":
         """As a comparison is begun; study.json keeps it, by which the same command is known again."""
@@ -145,7 +160,8 @@ def plan_comparison(
     as many tokens as that says."""
     request = request.fill_defaults()
     for text in request.texts or ("stdlib",):  # what cannot be used is told before anything is measured
-        refuse_unusable(DataSpec(source=text, **SPLITS, **request.reading, limit_bytes=LEAST_BYTES), data)
+        splits = {} if request.asks_tasks else SPLITS | {"limit_bytes": LEAST_BYTES}
+        refuse_unusable(DataSpec(source=text, **splits, **request.reading), data)
     say("measuring how fast this machine trains…")
     chosen: ComparisonPlan | None = None
     for name in [request.size] if request.size is not None else list(SIZES):
@@ -227,11 +243,10 @@ def make_study(size: str, request: ComparisonRequest, tokens: int) -> StudySpec:
         "tokens": choose_evaluated(tokens),
         "final_tokens": choose_final_tokens(request, tokens),
     }
-    base = {
-        "corpus": settings.get("corpus", {}) | SPLITS | request.reading | {"limit_bytes": choose_limit(tokens)},
-        "budget": {"tokens": tokens},
-        "evaluation": evaluation,
-    }
+    corpus = settings.get("corpus", {}) | SPLITS | request.reading | {"limit_bytes": choose_limit(tokens)}
+    base = settings | {"corpus": corpus, "budget": {"tokens": tokens}, "evaluation": evaluation}
+    if request.asks_tasks:
+        base = adapt_to_tasks(base, request.texts)
     return StudySpec.from_dict(
         {
             "name": f"Attention on {', '.join(Path(text).name for text in request.texts) or 'stdlib'}",
@@ -241,12 +256,28 @@ def make_study(size: str, request: ComparisonRequest, tokens: int) -> StudySpec:
             "lrs": list(SIZES[size].lrs),
             "extend": EXTEND if len(SIZES[size].lrs) > 1 else 0,
             "seeds": seeds,
+<<<<<<< HEAD
             "tuning_seeds": seeds,
             "margin": MARGIN,
+=======
+            **({"tuning_seeds": seeds} if tunes_all else {}),
+            "metric": "accuracy" if request.asks_tasks else "loss",
+            "margin": TASK_MARGIN if request.asks_tasks else MARGIN,
+>>>>>>> 5337487 (qklab compare on tasks, by accuracy)
             "analyses": ANALYSES,
-            "base": settings | base,
+            "base": base,
         }
     )
+
+
+def adapt_to_tasks(base: Mapping[str, Any], tasks: Sequence[str]) -> dict[str, Any]:
+    """Settings for text as they are for tasks, which have a length and symbols of their own; models see both ways where
+    one of the tasks asks for what comes later."""
+    model = {name: value for name, value in base["model"].items() if name != "context"}
+    ahead = any(task.sees_ahead for name in tasks if (task := parse_task(name)) is not None)
+    attention = base.get("attention", {}) | ({"causal": False} if ahead else {})
+    kept = {name: value for name, value in base.items() if name != "corpus"}
+    return kept | {"model": model, "attention": attention, "batch": {"sequences": TASK_SEQUENCES}}
 
 
 # A comparison that is there

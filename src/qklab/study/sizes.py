@@ -58,14 +58,15 @@ COMPILING_GAINS = 4.5  # how many times faster a population's step is once it is
 
 def find_size(study: StudySpec) -> str:
     """The size the models of a comparison are of."""
-    model = study.run(study.baseline, study.corpora[0], study.lrs[0], 0).model
+    run = study.run(study.baseline, study.corpora[0], study.lrs[0], 0)
+    model = run.model
     for name, size in SIZES.items():
         shape = size.settings["model"]
         plain = recipe(shape["recipe"])
         wanted = (
             shape.get("layers", plain.layers),
             shape.get("width", plain.width),
-            shape.get("context", plain.context),
+            model.context if run.task is not None else shape.get("context", plain.context),
         )
         if (model.layers, model.width, model.context) == wanted:
             return name

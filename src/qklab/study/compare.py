@@ -34,14 +34,10 @@ LEAST_BYTES, BYTES_PER_TOKEN = 8_000_000, 8  # more than a token has, and so eno
 LEAST_STEPS = 20
 COMPILED = 3000  # steps of a run on a GPU that make up for the time it takes to compile it
 MARGIN = 0.01
-<<<<<<< HEAD
-MINUTES = 5.0  # that --continue adds
-SMALLEST = "pico"
-=======
 TASK_MARGIN = 1.0  # percentage points of accuracy
 TASK_SEQUENCES = 32
-MINUTES = 5.0
->>>>>>> 5337487 (qklab compare on tasks, by accuracy)
+MINUTES = 5.0  # that --continue adds
+SMALLEST = "pico"
 SEEDS = 5  # with three, Holm over four arms and two analyses ask for a difference three times as large as with five
 EXTEND = 2  # learning rates more at an end where an arm does best
 ANALYSES = 2  # one, and one after more seeds, which the answer itself may propose
@@ -256,14 +252,9 @@ def make_study(size: str, request: ComparisonRequest, tokens: int) -> StudySpec:
             "lrs": list(SIZES[size].lrs),
             "extend": EXTEND if len(SIZES[size].lrs) > 1 else 0,
             "seeds": seeds,
-<<<<<<< HEAD
             "tuning_seeds": seeds,
-            "margin": MARGIN,
-=======
-            **({"tuning_seeds": seeds} if tunes_all else {}),
             "metric": "accuracy" if request.asks_tasks else "loss",
             "margin": TASK_MARGIN if request.asks_tasks else MARGIN,
->>>>>>> 5337487 (qklab compare on tasks, by accuracy)
             "analyses": ANALYSES,
             "base": base,
         }

@@ -9,12 +9,13 @@ PAGE   := src/qklab/report/page
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint bench docs site clean help
+.PHONY: demo test lint bench evidence docs site clean help
 help:
 	@echo "make demo   every mechanism and its cost; three attentions compared on Python's own library; the report"
 	@echo "make test   run the tests"
 	@echo "make lint   ruff, pyright, import-linter, deno"
 	@echo "make bench  measure the layer's mechanisms against the standard one, and the kernels against their bounds"
+	@echo "make evidence  recompute every table and figure of the evidence from its records"
 	@echo "make docs   redraw the drawings and cost tables of docs/mechanisms"
 	@echo "make site   the documentation as a site, in build/site"
 
@@ -78,6 +79,11 @@ bench: $(VENV)/.qklab
 	@$(BIN)/python benchmarks/layer.py $(BENCH_ARGS)
 	@echo "== the bounds of the kernels, which take a GPU"
 	@$(BIN)/python benchmarks/bounds.py
+
+evidence: $(VENV)/.docs
+	@echo "== what becomes of the published claims, from the records of every run"
+	@$(BIN)/python evidence/build.py
+	@$(BIN)/python docs/build.py
 
 docs: $(VENV)/.docs
 	@echo "== redrawing docs"

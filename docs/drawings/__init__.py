@@ -3,11 +3,13 @@
 from collections.abc import Callable
 
 from . import cache, couple, house, look_back, mix, project, rotate, stages
-from .results import CHARTS
+from .evidence import CLAIMS
+from .results import MEASUREMENTS, Chart
 from .sketch import Sketch
 
 __all__ = ["CHARTS", "DRAWINGS"]
 
+CHARTS: dict[str, Chart] = MEASUREMENTS | CLAIMS
 DRAWINGS: dict[str, Callable[[], Sketch]] = {
     "stages.svg": stages.stages,
     "house.svg": house.draw_house,

@@ -5,6 +5,7 @@ label half a point further to the left.
 """
 
 import hashlib
+import inspect
 import io
 import json
 from collections.abc import Callable, Sequence
@@ -52,7 +53,8 @@ class Chart(NamedTuple):
 
     @property
     def stamp(self) -> str:
-        sources = [Path(__file__), *(ROOT / file for file in self.files)]
+        drawn_by = self.draw.func if isinstance(self.draw, partial) else self.draw
+        sources = [Path(inspect.getfile(drawn_by)), *(ROOT / file for file in self.files)]
         return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
 
     def svg(self) -> str:
@@ -60,9 +62,15 @@ class Chart(NamedTuple):
 
         matplotlib.use("svg")
         with matplotlib.rc_context(STYLE), io.BytesIO() as written:
-            figure = self.draw(*(json.loads((ROOT / file).read_text(encoding="utf-8")) for file in self.files))
+            figure = self.draw(*(read_results(ROOT / file) for file in self.files))
             figure.savefig(written, format="svg", metadata={"Date": None, "Description": self.stamp})
             return "\n".join(line.rstrip() for line in written.getvalue().decode().splitlines()) + "\n"
+
+
+def read_results(path: Path) -> Any:
+    """What a result file holds: an object, or the objects of its lines."""
+    text = path.read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()] if path.suffix == ".jsonl" else json.loads(text)
 
 
 def new_figure(height: float, title: str, note: str = "") -> "Figure":
@@ -265,8 +273,10 @@ def against_steps(sweep: Results, quantity: str, title: str) -> "Figure":
 
 largest_logit = partial(against_steps, quantity="largest_logit", title="largest |logit|")
 logit_change = partial(against_steps, quantity="largest_logit_change", title="largest change of a logit in one step")
+
+
 LAYER = MEASURED.format("layer-51m")
-CHARTS = {
+MEASUREMENTS = {
     "layer-costs.svg": Chart(layer_costs, (LAYER,)),
     "coupling-costs.svg": Chart(coupling_costs, (LAYER, MEASURED.format("coupling-step-51m"))),
     "population-speed.svg": Chart(population_speed, (MEASURED.format("population"),)),

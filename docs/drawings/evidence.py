@@ -1,0 +1,73 @@
+"""Charts of the evidence, from evidence/results.json and the records of single studies."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from .results import Chart, Results, new_figure
+from .sketch import GROUND, LINE, STROKE
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+RESULTS = "evidence/results.json"
+CURVES = (("standard", "0.012"), ("leapfrog", "0.012"), ("affine", "0.006"), ("uncoupled", "0.006"))
+
+
+def claimed_changes(evidence: Results, source: str, title: str) -> "Figure":
+    """Change of perplexity of every arm that a source's claims are about: intervals by size, the published value as a
+    diamond."""
+    figures = [figure for claim in evidence["claims"] if claim["id"][0] == source for figure in claim["figures"]]
+    rows = [(figure, own) for figure in figures for own in figure["measured"]]
+    height = 96 + 24 * len(rows)
+    note = "95 % intervals over paired seeds, each arm at its own best learning rate; diamonds: published"
+    figure = new_figure(height, title, note)
+    axes = figure.add_axes((0.3, 44 / height, 0.66, 1 - 100 / height))
+    axes.axvline(0, color=LINE, linewidth=1)
+    axes.grid(axis="x")
+    names = []
+    for y, (claim, own) in enumerate(rows):
+        against = "" if claim["baseline"] == "standard" else f" against {claim['baseline']}"
+        names.append(f"{claim['arm']}{against} · {own['size']}")
+        axes.plot(claim["published"], y, "D", color=STROKE["q"], markersize=6, markerfacecolor=GROUND)
+        middle, low, high = own["percent"]
+        if middle is None:
+            told = f"{own['diverged']} seeds diverged at every rate"
+            axes.annotate(told, (claim["published"], y), (9, 0), textcoords="offset points", va="center", color=LINE)
+            continue
+        axes.plot([low, high], [y, y], color=STROKE["k"], linewidth=2.2, solid_capstyle="round")
+        axes.plot(middle, y, "o", color=STROKE["k"], markersize=6)
+    axes.set_yticks(range(len(rows)), names)
+    axes.set(ylim=(len(rows) - 0.4, -0.6), xlabel="change of perplexity, per cent")
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(left=False)
+    return figure
+
+
+def seed_curves(records: list[Results], arms: Sequence[tuple[str, str]]) -> "Figure":
+    """Training loss of every seed, a panel for each arm and learning rate."""
+    figure = new_figure(260, "training loss of five seeds, nats per token", "against the step, a line for each seed")
+    for number, (arm, lr) in enumerate(arms):
+        axes = figure.add_axes((0.07 + number * 0.235, 0.13, 0.2, 0.58))
+        axes.set(ylim=(3.8, 5.0), xlim=(500, 3950), title=f"{arm}, {lr}")
+        axes.set_xticks([1000, 2000, 3000])
+        axes.grid(axis="y")
+        if number:
+            axes.set_yticklabels([])
+        own = [record["curve"] for record in records if f"/{arm}/lr{lr}-" in record["place"]]
+        for curve in own:
+            axes.plot(curve["step"], curve["loss"], color=STROKE["k"], linewidth=1.1, alpha=0.8)
+    return figure
+
+
+CLAIMS = {
+    "evidence-coupling.svg": Chart(
+        partial(claimed_changes, source="A", title="coupled queries and keys: change of perplexity"), (RESULTS,)
+    ),
+    "evidence-sharing.svg": Chart(
+        partial(claimed_changes, source="B", title="shared projections: change of perplexity"), (RESULTS,)
+    ),
+    "evidence-coupling-nano-curves.svg": Chart(
+        partial(seed_curves, arms=CURVES), ("evidence/coupling-nano/records.jsonl",)
+    ),
+}

@@ -316,7 +316,7 @@ def configurations(problem: Problem, rounds: int, floor_ms: float) -> list[dict[
         for chunk in (None, 1024, 2048, 4096):
             config = Config(*shape, chunk)
             call = functools.partial(
-                kernel, problem.q, problem.k, problem.v, cos, sin, starts, None, width, scale, config
+                kernel, problem.q, problem.k, problem.v, cos, sin, starts, None, None, None, width, scale, config
             )
             try:
                 call()

@@ -47,7 +47,10 @@ def arms(width: int) -> dict[str, dict[str, Any]]:
         "differential-v2": {"mix": "differential-v2"},
         "gate element": {"gate": "element"},
         "gate head": {"gate": "head"},
+        "sinks": {"sinks": True},
         "xsa": {"exclusive": True},
+        "window 512": {"window": 512},
+        "hybrid 5:1": {"attention": [{"window": 512}] * 5 + [{}]},
     }
 
 

@@ -85,7 +85,7 @@ def test_only_hf_knows_other_peoples_layouts(module: str) -> None:
 # What CONTRIBUTING.md says is to be touched, and how many files that may be besides a page and its drawing.
 MOST_FILES = {
     "coupling with a kernel": 8,
-    "mask, such as a window": 6,
+    "mask, such as a stride": 6,
     "metric of a study": 3,
     "corpus source": 3,
     "Transformers family": 2,
@@ -124,34 +124,34 @@ def test_test_files_are_told_apart_by_name() -> None:
     assert not {name for name in names if names.count(name) > 1}
 
 
-WINDOWED = """
+STRIDED = """
 import torch
 from qklab import Attention, AttentionSpec
 from qklab.testing import CONTRACTS, contracts_of
 from qklab.testing.grid import SIZE
 for choices in ({"kv_heads": 2}, {"share": "k=v", "kv_rotation": "on-read"}, {"mix": "differential", "causal": False}):
-    spec = AttentionSpec(**SIZE, **choices, window=2)
+    spec = AttentionSpec(**SIZE, **choices, stride=2)
     for name in contracts_of(spec):
         if name != "compilation":
             CONTRACTS[name](spec, "cpu")
-attention, x = Attention(AttentionSpec(**SIZE, window=2)), torch.randn(1, 6, 8)
+attention, x = Attention(AttentionSpec(**SIZE, stride=2)), torch.randn(1, 6, 8)
 changed = torch.cat([x[:, :1] + 1, x[:, 1:]], 1)
-assert [bool((attention(x) != attention(changed))[:, t].any()) for t in range(6)] == [True, True, *[False] * 4]
+assert [bool((attention(x) != attention(changed))[:, t].any()) for t in range(6)] == [True, False] * 3
 """
 
 
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("git") is None, reason="the patch is applied by git")
-def test_a_window_is_the_patch_that_the_table_says(tmp_path: Path) -> None:
-    """tests/window.patch adds one. Where it no longer applies, the lines it changes have moved: mend it there."""
+def test_a_stride_is_the_patch_that_the_table_says(tmp_path: Path) -> None:
+    """tests/stride.patch adds one. Where it no longer applies, the lines it changes have moved: mend it there."""
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
-    patch = ROOT / "tests/window.patch"
+    patch = ROOT / "tests/stride.patch"
     applied = subprocess.run(["git", "apply", "-C1", patch], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert applied.returncode == 0, applied.stderr
     touched = set(re.findall(r"^\+\+\+ b/(.*)$", patch.read_text("utf-8"), re.MULTILINE))
-    assert touched <= set(files_to_touch()["mask, such as a window"])
+    assert touched <= set(files_to_touch()["mask, such as a stride"])
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "src")}
-    ran = subprocess.run([sys.executable, "-c", WINDOWED], env=environment, capture_output=True, text=True, check=False)
+    ran = subprocess.run([sys.executable, "-c", STRIDED], env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr[-2000:]
 
 

@@ -41,7 +41,9 @@ def list_mechanisms() -> list[AttentionSpec]:
         *(spec(norm=norm) for norm in register.norm if norm != "none"),
         *(spec(mix=mix) for mix in register.mix if mix != "softmax"),
         *(spec(gate=gate) for gate in GATES if gate != "none"),
+        spec(sinks=True),
         spec(exclusive=True),
+        spec(window=16),
         spec(share="k=v", kv_heads=2, coupling=CouplingSpec(kind="affine"), norm="qk", mix="differential"),
     ]
 

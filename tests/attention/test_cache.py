@@ -222,3 +222,82 @@ def test_an_empty_chunk_changes_nothing() -> None:
     attention(x[:, :4], cache=cache)
     assert attention(x[:, :0], cache=cache).shape == (2, 0, 16)
     assert cache.length == 4
+
+
+WINDOW = 4
+RINGS: dict[str, dict[str, Any]] = {
+    "(Q,K,V)": {"kv_heads": 2, "sinks": True},
+    "on-read": {"share": "k=v", "kv_rotation": "on-read"},
+    "MLA": {"latent": LatentSpec(query_rank=8, kv_rank=6, rope_width=2)},
+}
+every_ring = pytest.mark.parametrize("name", RINGS)
+
+
+def ring_layer(name: str) -> Attention:
+    torch.manual_seed(0)
+    return randomise(Attention(AttentionSpec(width=16, heads=4, window=WINDOW, **RINGS[name])))
+
+
+@pytest.mark.parametrize("chunks", [[1] * 10, [7, 1, 1, 1], [2, 5, 1, 2], [3, 1, 4, 2], [10]], ids=str)
+@pytest.mark.parametrize("padding", [[0, 0], [0, 6]], ids=str)
+@every_ring
+@torch.no_grad()
+def test_a_window_keeps_what_it_sees(name: str, padding: list[int], chunks: list[int]) -> None:
+    """Growing, static and full from the start, padded or not: the full forward's outputs from W tokens of memory."""
+    attention, x = ring_layer(name), inputs()
+    rows = [attention(x[row : row + 1, start:])[0] for row, start in enumerate(padding)]
+    static = StaticCache(attention.spec, 2, 12, torch.float64, "cpu")
+    assert static.left_padding is not None
+    static.left_padding.copy_(torch.tensor(padding))
+    left_padding = torch.tensor(padding) if any(padding) else None
+    for cache in (
+        attention.new_cache(2, tokens=1, left_padding=left_padding),
+        attention.new_cache(2, tokens=30, grow=False, left_padding=left_padding),
+        static,
+    ):
+        decoded = torch.cat([attention(chunk, cache=cache) for chunk in x.split(chunks, 1)], 1)
+        for row, start in enumerate(padding):
+            torch.testing.assert_close(decoded[row, start:], rows[row])
+        assert cache.length == 10
+        assert cache.bytes == 2 * attention.spec.cache_bytes(10, torch.float64)
+        assert cache.bytes == 2 * attention.spec.cache_bytes(WINDOW, torch.float64)
+        assert cache.spare_bytes == 0
+
+
+@torch.no_grad()
+def test_a_ring_crops_and_reorders_what_it_still_knows() -> None:
+    attention, x = ring_layer("(Q,K,V)"), inputs()
+    full = attention(x)
+    cache = attention.new_cache(2, 10)
+    attention(x[:, :4], cache=cache)
+    cache.crop(2)  # nothing has gone round yet
+    attention(x[:, 2:7], cache=cache)
+    attention(torch.randn(2, 1, 16, dtype=torch.float64), cache=cache)
+    cache.crop(7)  # one draft that is rejected
+    torch.testing.assert_close(attention(x[:, 7:9], cache=cache), full[:, 7:9])
+    with pytest.raises(ValueError, match=r"9 tokens that keeps the last 4 cannot be cropped to 6.*with drafts=3"):
+        cache.crop(6)
+    cache.reorder(torch.tensor([1, 0, 1]))
+    torch.testing.assert_close(attention(x[[1, 0, 1], 9:], cache=cache), full[[1, 0, 1], 9:])
+    cache.crop(0)
+    torch.testing.assert_close(attention(x[[1, 0, 1]], cache=cache), full[[1, 0, 1]])
+    cache = attention.new_cache(2, 10, drafts=3)
+    for kept, draft in ((3, 3), (5, 4), (6, 1), (7, 3)):
+        attention(x[:, cache.length : kept], cache=cache)
+        attention(torch.randn(2, draft, 16, dtype=torch.float64), cache=cache)
+        cache.crop(kept)
+    torch.testing.assert_close(attention(x[:, 7:8], cache=cache), full[:, 7:8])
+    torch.testing.assert_close(attention(x[:, 8:], cache=cache), full[:, 8:])
+    assert cache.bytes - cache.spare_bytes == 2 * attention.spec.cache_bytes(10, torch.float64)
+
+
+@torch.no_grad()
+def test_a_ring_without_room_for_its_window_refuses_what_it_would_lose() -> None:
+    attention, x = ring_layer("(Q,K,V)"), inputs()
+    cache = attention.new_cache(2, 3, grow=False)
+    attention(x[:, :3], cache=cache)
+    with pytest.raises(ValueError, match="room for 3 tokens and holds 3, but 1 more came"):
+        attention(x[:, 3:4], cache=cache)
+    static = StaticCache(attention.spec, 2, 3, torch.float64, "cpu")
+    with pytest.raises(ValueError, match="room for 3 tokens, but 4 came"):
+        attention(x[:, :4], cache=static)

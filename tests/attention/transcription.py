@@ -358,10 +358,13 @@ def attention(spec: AttentionSpec, state: State, tokens: list[Token], i: int, h:
     here = tokens[i]
     g = h * len(here.k) // len(here.q)
     seen = [j for j, there in enumerate(tokens) if there.run == here.run and (j <= i or not spec.causal)]
+    seen = [j for j in seen if spec.window is None or abs(i - j) < spec.window]
     scores = {j: score(spec, state, here, tokens[j], h, g) for j in seen}
     largest = max(logit.item() for logit in scores.values())  # softmax ignores it, exp does not overflow
     powers = {j: torch.exp(logit - largest) for j, logit in scores.items()}
     total = torch.stack(list(powers.values())).sum()
+    if spec.sinks:
+        total = total + torch.exp(state["mix.sinks.logits"][h] - largest)
     nothing = torch.zeros_like(total)
     return [powers[j] / total if j in powers else nothing for j in range(len(tokens))]
 

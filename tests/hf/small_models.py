@@ -16,7 +16,10 @@ END = 96  # end-of-text, and the padding
 KINDS: dict[str, Any] = {
     "(Q,K,V)": {"kv_heads": 2},
     "(Q,K=V)": {"share": "k=v", "kv_heads": 2},
-    "(Q,K,V) | on-read": [{"mix": "differential-v2"}, {"share": "k=v", "kv_rotation": "on-read"}],
+    "local | on-read": [
+        {"mix": "differential-v2", "window": 4, "sinks": True},
+        {"share": "k=v", "kv_rotation": "on-read"},
+    ],
     "MLA": {"latent": LatentSpec(query_rank=12, kv_rank=8, rope_width=4)},
     "differential": {"mix": "differential", "coupling": CouplingSpec(), "norm": "qk"},
     "learned": {"position": "learned", "bias": True, "share": "q=k=v"},

@@ -55,6 +55,36 @@ def test_every_query_sees_its_row_from_the_start_up_to_its_own_slot(impl: Decode
                         close(o[b, t, h], expected)
 
 
+@pytest.mark.parametrize("sinks", [None, "of heads", "of rows"])
+@pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.parametrize("total", [None, [11, 25, 7]])
+@pytest.mark.parametrize("window", [4, 9])
+def test_windows_rings_and_sinks(window: int, total: list[int] | None, T: int, sinks: str | None) -> None:
+    """Token p stands in slot p mod 11; a sink is one more score, of a value of nothing."""
+    q, k, v = example(T=T)
+    starts, lengths = torch.tensor([0, 9, 5]), None if total is None else torch.tensor(total)
+    logits = torch.randn(3, 4, dtype=torch.float64)[slice(None) if sinks == "of rows" else 0]
+    options: dict[str, Any] = {"starts": starts, "lengths": lengths, "window": window, "scale": 0.3}
+    if sinks is not None:
+        options["sinks"] = logits
+    o = decode(q, k, v, impl="reference", **options)
+    if sinks is None:
+        close(decode(q, k, v, impl="sdpa", **options), o)
+    for b in range(3):
+        length = 11 if total is None else total[b]
+        for t in range(T):
+            own = length - T + t
+            tokens = range(max(0, int(starts[b]), own - window + 1, length - 11), own + 1)
+            slots = [p % 11 for p in tokens]
+            for h in range(4):
+                key, value = k[b, slots, h // 2], v[b, slots, h // 2]
+                scores = 0.3 * (key @ q[b, t, h])
+                if sinks is not None:
+                    scores = torch.cat([scores, logits.expand(3, 4)[b, h, None]])
+                    value = torch.cat([value, torch.zeros_like(v[b, :1, 0])])
+                close(o[b, t, h], scores.softmax(0) @ value if len(slots) else torch.zeros_like(o[b, t, h]))
+
+
 @pytest.mark.parametrize("impl", ROUTES)
 def test_without_a_value_the_key_is_it(impl: DecodeImpl) -> None:
     q, k, _ = example()
@@ -189,6 +219,10 @@ def test_wrong_input_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     refused("angles turn a key that is its own value", q, k, v, angles=table)
     refused("angles turn a key that is its own value", q, k, value_width=4, angles=table)
     refused(r"positions ≥ 11, at most 4", q, k, angles=angles(10, 8))
+    refused("window must be at least 1, .* but 0 came", q, k, v, window=0)
+    refused("but 4 came with angles", q, k, angles=table, window=4)
+    refused(r"sinks must be of shape \[4\] or \[3, 4\]", q, k, v, sinks=torch.zeros(3))
+    refused("torch's own attention knows no sinks", q, k, v, sinks=torch.zeros(4), impl="sdpa")
     refused(r"did you mean 'sdpa'", q, k, v, impl="spda")
     refused("takes 16 and 32 bits", q, k, v, impl="triton")
     refused("needs tensors on a GPU.*; use impl='sdpa' or 'auto'", *(x.float() for x in (q, k, v)), impl="triton")

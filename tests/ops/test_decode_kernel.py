@@ -110,6 +110,44 @@ def test_keys_turn_on_reading(rotated: int, ragged: str, dtype: torch.dtype) -> 
 
 
 @on_kernel
+@pytest.mark.parametrize(
+    ("shape", "window", "starts", "lengths", "sinks"),
+    [
+        ("gqa", 70, None, None, False),  # of 150 slots in order
+        ("gqa", 150, [0, 230], [240, 240], True),  # a ring, of which the second row sees ten
+        ("mqa, odd width", 20, [3], None, True),
+        ("shared", 40, None, [33, 400], False),
+        ("latent", 90, [0, 95], [91, 200], True),
+        ("one slot", 1, None, None, True),  # a single program
+    ],
+)
+def test_windows_rings_and_sinks(
+    shape: str, window: int, starts: list[int] | None, lengths: list[int] | None, sinks: bool
+) -> None:
+    q, k, v, options = example(*SHAPES[shape], dtype=torch.float16)
+    options |= {"window": window, "starts": rows(starts, len(q)), "lengths": rows(lengths, len(q))}
+    if sinks:
+        options["sinks"] = torch.linspace(-2, 3, q.shape[2] * len(q), device=DEVICE).view(len(q), -1)
+    check(q, k, v, options)
+
+
+@on_kernel
+def test_a_sink_alone_takes_everything() -> None:
+    q, k, v, _ = example(*SHAPES["gqa"], dtype=torch.float32)
+    sinks = torch.full((6,), 300.0, device=DEVICE)
+    assert decode(q, k, v, lengths=rows([0, 150], 2), sinks=sinks, impl="triton").abs().max() < 1e-25
+
+
+@on_kernel
+def test_only_the_window_is_read() -> None:
+    q, k, v, _ = example(*SHAPES["gqa"], dtype=torch.float32)
+    assert v is not None
+    expected = decode(q, k, v, window=20, impl="triton")
+    k[:, :130], v[:, :130] = torch.nan, torch.nan
+    assert torch.equal(decode(q, k, v, window=20, impl="triton"), expected)
+
+
+@on_kernel
 def test_nothing_is_read_that_no_query_sees() -> None:
     q, k, v, _ = example(*SHAPES["gqa"], dtype=torch.float32)
     starts, lengths = torch.tensor([5, 60], device=DEVICE), torch.tensor([30, 62], device=DEVICE)
@@ -174,8 +212,9 @@ def test_the_operator_keeps_its_promises_to_the_compiler() -> None:
     q, k, v, _ = example(2, 1, 2, 1, 16, 20, "v", torch.float32)
     starts = torch.tensor([1, 0], device=DEVICE)
     operator = torch.ops.qklab.decode.default
-    torch.library.opcheck(operator, (q, k, v, None, None, starts, None, 16, 0.25))
-    torch.library.opcheck(operator, (q, k, None, None, None, None, starts + 9, 12, 0.25))
+    sinks = torch.zeros(2, device=DEVICE)
+    torch.library.opcheck(operator, (q, k, v, None, None, starts, None, sinks, 5, 16, 0.25))
+    torch.library.opcheck(operator, (q, k, None, None, None, None, starts + 9, None, None, 12, 0.25))
 
 
 @on_kernel

@@ -4,6 +4,10 @@ A cache starts with room for `tokens` tokens. Filled beyond that it grows, over-
 (`spare_bytes` says by how much), or with `grow=False` refuses before anything is written. A `StaticCache` never moves:
 its length is a tensor, so that one compiled graph serves every step.
 
+Where attention sees a window of W tokens no more than W are kept: token p stands in slot p mod W. A single new token
+reads this ring as it lies; several at once are read behind the last W − 1 before them, put in order. A ring of W can
+take one token back; one with room for `drafts` more can take so many more.
+
 Caches are for inference: decode under `torch.no_grad()`. With gradients on, the first chunk backpropagates as a full
 forward does; once later tokens are written beside it torch refuses to, rather than give a wrong gradient.
 """
@@ -11,7 +15,7 @@ forward does; once later tokens are written beside it torch refuses to, rather t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +24,20 @@ from qklab.attention.past import ROLLBACK, TokenRing
 
 if TYPE_CHECKING:
     from qklab.attention.spec import AttentionSpec
+
+
+class CacheSlots(NamedTuple):
+    """Where new tokens will stand among those that `Cache.append` returns, by their numbers in the row."""
+
+    new: Tensor  # [T]
+    every: Tensor  # [S], of all slots; below 0 where nothing stands yet
+    filled: Tensor | None = None  # how many tokens there will be, where slots are not the first, second, … of them
+    first: int | Tensor = 0  # number of the first slot, where these are the last tokens in order
+
+
+def number_ring(total: Tensor, slots: int) -> Tensor:
+    """Which of `total` tokens each slot holds, where token p stands in slot p mod slots: [slots]."""
+    return total - 1 - (total - 1 - torch.arange(slots, device=total.device)) % slots
 
 
 class Cache:
@@ -34,6 +52,7 @@ class Cache:
         device: torch.device | str,
         grow: bool = True,
         left_padding: Tensor | None = None,
+        drafts: int = 0,
     ):
         if batch < 1 or tokens < 0:
             raise ValueError(f"a cache needs batch ≥ 1 and tokens ≥ 0, but batch={batch} and tokens={tokens} came.")
@@ -42,6 +61,9 @@ class Cache:
         if not dtype.is_floating_point:
             raise ValueError(f"a cache holds floating-point numbers, but dtype={dtype} came.")
         heads = self.heads(spec)
+        self.window = spec.window
+        self.ring_size = None if spec.window is None else spec.window + drafts  # slots, once there are that many tokens
+        tokens = self.keep(tokens)
         self.tensors = [
             torch.zeros(batch, tokens, heads, width // heads, dtype=dtype, device=device) for width in self.widths(spec)
         ]
@@ -91,26 +113,60 @@ class Cache:
 
     @property
     def spare_bytes(self) -> int:
-        """Bytes owned but not filled."""
+        """Bytes owned but not filled, or filled with what is only kept for drafts."""
         filled = sum(tensor.untyped_storage().nbytes() for tensor in self.tensors)
-        return filled * (self.capacity - self.length) // max(self.capacity, 1)
+        needed = self.length if self.window is None else min(self.length, self.window)
+        return filled * (self.capacity - needed) // max(self.capacity, 1)
 
     def append(self, *new: Tensor) -> list[Tensor]:
-        """Remember new tokens [B, T, heads, width] and return everything remembered [B, length, heads, width]."""
+        """Remember new tokens [B, T, heads, width] and return all that they may see [B, S, heads, width]: everything
+        remembered, or with a window what `slots` says."""
         self.check(*new)
         tokens = new[0].shape[1]
         end = self.length + tokens
-        if end > self.capacity:
+        if self.keep(end) > self.capacity:
             if not self.grow:
                 raise ValueError(
                     f"the cache has room for {self.capacity} tokens and holds {self.length}, but {tokens} more came; "
                     f"make it with tokens={end} or grow=True."
                 )
             self.reserve(max(end, self.capacity + self.capacity // 2))
+        if self.wraps(tokens):
+            return self.append_to_ring(*new)
         for tensor, value in zip(self.tensors, new, strict=True):
             tensor[:, self.length : end] = value
         self.length = end
         return self.read()
+
+    def keep(self, tokens: int) -> int:
+        """How many of so many tokens are kept."""
+        return tokens if self.ring_size is None else min(tokens, self.ring_size)
+
+    def wraps(self, tokens: int) -> bool:
+        """Whether with so many more there are more than a ring keeps."""
+        return self.ring_size is not None and self.length + tokens > self.ring_size
+
+    def append_to_ring(self, *new: Tensor) -> list[Tensor]:
+        tokens, length = new[0].shape[1], self.length
+        end, kept = length + tokens, self.keep(tokens)
+        past = torch.arange(length - self.count_past(), length, device=new[0].device) % self.capacity
+        own = torch.arange(end - kept, end, device=new[0].device) % self.capacity
+        alone = tokens == 1 and length > 0
+        seen = self.tensors
+        if not alone:
+            seen = [
+                torch.cat([tensor[:, past], value.to(tensor.dtype)], 1)
+                for tensor, value in zip(self.tensors, new, strict=True)
+            ]
+        for tensor, value in zip(self.tensors, new, strict=True):
+            tensor[:, own] = value[:, tokens - kept :].to(tensor.dtype)
+        self.length = end
+        self._farthest = max(int(self._farthest), end)
+        return seen
+
+    def count_past(self) -> int:
+        """How many of the tokens remembered the next one sees."""
+        return self.length if self.window is None else min(self.length, self.window - 1)
 
     def check(self, *new: Tensor) -> None:
         """Raise where the new tokens are not of this cache's shape."""
@@ -124,11 +180,18 @@ class Cache:
     def read(self) -> list[Tensor]:
         return [tensor[:, : self.length] for tensor in self.tensors]
 
-    def slots(self, tokens: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Where `tokens` new tokens will stand [T], the slots `append` will return [S], and how many of these will be
-        filled, where that is not all of them."""
-        every = torch.arange(self.length + tokens, device=self.tensors[0].device)
-        return every[self.length :], every, None
+    def slots(self, tokens: int) -> CacheSlots:
+        """Of `tokens` new tokens, before `append`."""
+        device, end = self.tensors[0].device, self.length + tokens
+        if not self.wraps(tokens):
+            every = torch.arange(end, device=device)
+            return CacheSlots(every[self.length :], every)
+        if tokens == 1 and self.length:
+            total = torch.tensor(end, device=device)
+            return CacheSlots(total[None] - 1, number_ring(total, self.capacity), total)
+        first = self.length - self.count_past()
+        every = torch.arange(first, end, device=device)
+        return CacheSlots(every[self.length - first :], every, first=first)
 
     @property
     def started(self) -> bool:
@@ -137,6 +200,7 @@ class Cache:
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` tokens in all, keeping what is there."""
+        tokens = self.keep(tokens)
         if tokens <= self.capacity:
             return
         for i, tensor in enumerate(self.tensors):
@@ -164,7 +228,17 @@ class Cache:
                 f"this layer looks back, and its cache keeps what that needs for {ROLLBACK} tokens, so it cannot be "
                 f"cropped to {length}; crop to 0 or to {farthest - ROLLBACK} and more."
             )
+        if self.window is not None and self.ring_size is not None and farthest > self.ring_size:
+            self.check_kept(length, farthest - self.ring_size + self.window - 1)
         self.length = length
+
+    def check_kept(self, length: int, least: int) -> None:
+        """Raise where after a crop to `length` the next token would see what a ring has overwritten."""
+        if 0 < length < least:
+            raise ValueError(
+                f"a cache of {self.length} tokens that keeps the last {self.capacity} cannot be cropped to {length}, "
+                f"since what the next token would see is overwritten; make it with drafts={self.length - length}."
+            )
 
     def reorder(self, rows: Tensor) -> None:
         """Row i becomes what row rows[i] was (beam search); rows may repeat and their number may differ."""
@@ -256,16 +330,28 @@ class StaticCache(Cache):
         """As `Cache.append`, but after the first chunk all slots are returned, filled or not."""
         self.check(*new)
         tokens = new[0].shape[1]
-        if tokens > self.capacity:
+        if self.keep(tokens) > self.capacity:
             raise ValueError(
                 f"the cache has room for {self.capacity} tokens, but {tokens} came; make it with tokens={tokens}."
             )
-        own, _, _ = self.slots(tokens)
+        seen = list(new) if self.fresh else self.tensors
+        if not self.fresh and self.orders(tokens):
+            past = self.filled - self.capacity + 1 + torch.arange(self.capacity - 1, device=self.filled.device)
+            seen = [
+                torch.cat([tensor[:, past % self.capacity], value.to(tensor.dtype)], 1)
+                for tensor, value in zip(self.tensors, new, strict=True)
+            ]
+        kept = min(tokens, self.capacity)
+        own = (self.filled + torch.arange(tokens - kept, tokens, device=self.filled.device)) % self.capacity
         for tensor, value in zip(self.tensors, new, strict=True):
-            tensor.index_copy_(1, own, value.detach().to(tensor.dtype))
+            tensor.index_copy_(1, own, value[:, tokens - kept :].detach().to(tensor.dtype))
         self.filled.add_(tokens)
-        first, self.fresh = self.fresh, False
-        return list(new) if first else self.tensors
+        self.fresh = False
+        return seen
+
+    def orders(self, tokens: int) -> bool:
+        """Whether so many new tokens are read behind those of a ring put in order, which a single one need not be."""
+        return self.ring_size == self.capacity and tokens > 1
 
     def recall(self) -> list[Tensor]:
         return [ring.read(self.filled) for ring in self.rings]
@@ -273,15 +359,22 @@ class StaticCache(Cache):
     def remember(self, seen: Sequence[Tensor]) -> None:
         for ring, new in zip(self.rings, seen, strict=True):
             ring.write(new.detach(), self.filled)
-        if self.rings:
+        if self.rings or self.window is not None:
             torch.as_tensor(self._farthest).clamp_(min=self.filled)
 
-    def slots(self, tokens: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    def slots(self, tokens: int) -> CacheSlots:
         new = torch.arange(tokens, device=self.filled.device)
         if self.fresh:
-            return new, new, None
-        every = torch.arange(self.capacity, device=self.filled.device)
-        return new + self.filled, every, self.filled + tokens
+            return CacheSlots(new, new)
+        new = new + self.filled
+        if self.orders(tokens):
+            first = self.filled - self.capacity + 1
+            every = first + torch.arange(self.capacity - 1 + tokens, device=self.filled.device)
+            return CacheSlots(new, every, first=first)
+        total = self.filled + tokens
+        if self.window is None:
+            return CacheSlots(new, torch.arange(self.capacity, device=self.filled.device), total)
+        return CacheSlots(new, number_ring(total, self.capacity), total)
 
     def take(self, rows: Tensor) -> None:
         """In place where the number of rows stays, so that compiled graphs still find the tensors."""

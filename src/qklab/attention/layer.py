@@ -153,15 +153,16 @@ class Attention(nn.Module):
         *,
         grow: bool = True,
         left_padding: Tensor | None = None,
+        drafts: int = 0,
     ) -> Cache:
         """An empty cache with room for `tokens` tokens, in the layer's own precision unless `dtype` says otherwise.
 
-        `left_padding` [batch] says how many leading tokens of each row are padding.
+        `left_padding` [batch] says how many leading tokens of each row are padding; `drafts`, how many tokens `crop`
+        will take back at a time where a window would have forgotten what came before them.
         """
+        options: dict[str, Any] = {"grow": grow, "left_padding": left_padding, "drafts": drafts}
         weight = self.output.weight
-        return cache_class(self.spec)(
-            self.spec, batch, tokens, dtype or weight.dtype, weight.device, grow=grow, left_padding=left_padding
-        )
+        return cache_class(self.spec)(self.spec, batch, tokens, dtype or weight.dtype, weight.device, **options)
 
     @torch.no_grad()
     def fold(self) -> "Attention":

@@ -7,19 +7,20 @@ heads' outputs [B, T, H, D]. `finish` is what remains to be done after stage 4 h
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qklab import register
 from qklab.attention.finish import exclude_own_value
 from qklab.attention.positions import Positions, rotate_every
-from qklab.attention.visibility import Visibility, render_mask, render_range
+from qklab.attention.visibility import Visibility, render_mask, render_range, split_band
 from qklab.ops.decode import decode
 from qklab.ops.differential import differential, differential_v2
+from qklab.ops.members import spread_members
 from qklab.ops.norm import rms_norm
+from qklab.ops.softmax.api import attend_densely, attend_softmax
 
 if TYPE_CHECKING:
     from qklab.attention.spec import AttentionSpec
@@ -39,33 +40,67 @@ class KeyValue(NamedTuple):
         return key, self.key[..., : self.value_width] if self.value is None else self.value
 
 
-def attend(q: Tensor, stored: KeyValue, scale: float, visibility: Visibility, bias: Tensor | None = None) -> Tensor:
+def attend(
+    q: Tensor,
+    stored: KeyValue,
+    scale: float,
+    visibility: Visibility,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """softmax(scale · q kᵀ + bias) v over what is visible: q [B, T, H, ·] → [B, T, H, ·].
 
-    Query head h reads key/value head ⌊h·G/H⌋.
+    Query head h reads key/value head ⌊h·G/H⌋. Sinks [H], or [B, H], are logits that take their share and give nothing.
     """
     if visibility.slots.cached and bias is None:
-        table = None if stored.positions is None else stored.positions.every_table
-        within = render_range(visibility)
-        width = stored.value_width
-        return decode(q, stored.key, stored.value, scale=scale, angles=table, value_width=width, **within)
-    k, v = stored.separate()
-    heads = (q.transpose(1, 2), k.to(q.dtype).transpose(1, 2), v.to(q.dtype).transpose(1, 2))
-    grouped = q.shape[2] != k.shape[2]
+        return attend_cached(q, stored, scale, visibility, sinks)
+    k, v = (tensor.to(q.dtype) for tensor in stored.separate())
     if visibility.blocks is not None and bias is None:
-        from torch.nn.attention.flex_attention import flex_attention
-
-        o = flex_attention(*heads, block_mask=visibility.blocks, scale=scale, enable_gqa=grouped)
-        return o.transpose(1, 2)
-    mask = visibility.mask
+        return attend_blocks(q, k, v, scale, visibility.blocks, sinks)
     if bias is not None:
-        mask = mask if visibility.blocks is None else render_mask(visibility)  # Flex would take no bias
-        bias = bias.to(q.dtype)
-        mask = bias if mask is None else torch.where(mask, bias, -math.inf)
-    o = F.scaled_dot_product_attention(
-        *heads, attn_mask=mask, is_causal=visibility.triangle, scale=scale, enable_gqa=grouped
-    )
-    return o.transpose(1, 2)
+        return attend_densely(q, k, v, scale, join_bias(visibility, bias.to(q.dtype)), False, sinks)
+    masked = visibility.slots.texts is not None or visibility.slots.starts is not None
+    if not masked and (visibility.window is not None or sinks is not None):
+        o = attend_softmax(q, k, v, scale=scale, causal=visibility.causal, window=visibility.window, sinks=sinks)
+        if o is not None:
+            return o
+    if visibility.window is None:
+        return attend_densely(q, k, v, scale, visibility.mask, visibility.triangle, sinks)
+    parts = [
+        attend_densely(q[:, rows], k[:, keys], v[:, keys], scale, mask, False, sinks)
+        for rows, keys, mask in split_band(visibility, q.shape[1])
+    ]
+    return torch.cat(parts, 1)
+
+
+def attend_cached(q: Tensor, stored: KeyValue, scale: float, visibility: Visibility, sinks: Tensor | None) -> Tensor:
+    within = render_range(visibility)
+    if stored.positions is not None and visibility.window is not None:  # so few keys may as well turn beforehand
+        return decode(q, *stored.separate(), scale=scale, sinks=sinks, **within)
+    table = None if stored.positions is None else stored.positions.every_table
+    width = stored.value_width
+    return decode(q, stored.key, stored.value, scale=scale, angles=table, value_width=width, sinks=sinks, **within)
+
+
+def attend_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float, blocks: Any, sinks: Tensor | None) -> Tensor:
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    heads = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    options: dict[str, Any] = {"block_mask": blocks, "scale": scale, "enable_gqa": q.shape[2] != k.shape[2]}
+    if sinks is None:
+        o = flex_attention(*heads, **options)
+        assert isinstance(o, Tensor)
+        return o.transpose(1, 2)
+    o, found = flex_attention(*heads, **options, return_aux=AuxRequest(lse=True))
+    assert isinstance(found.lse, Tensor)
+    return (o * torch.sigmoid(found.lse - sinks[..., None])[..., None]).to(o.dtype).transpose(1, 2)
+
+
+def join_bias(visibility: Visibility, bias: Tensor) -> Tensor:
+    """The bias [B or 1, 1, 1 or T, S] where there is sight, −∞ elsewhere."""
+    drawn = visibility.mask is None and (visibility.blocks is not None or visibility.window is not None)
+    mask = render_mask(visibility) if drawn else visibility.mask
+    return bias if mask is None else torch.where(mask, bias, -math.inf)
 
 
 @torch.no_grad()
@@ -95,6 +130,26 @@ def largest_logits(
     return torch.stack(largest).amax(0).to(torch.promote_types(q.dtype, torch.float32))
 
 
+class SinkLogits(nn.Module):
+    """A learned logit for every query head, which joins its softmax's denominator and brings no value."""
+
+    members: int | None = None  # of a stacked model, whose logits have one more axis in front
+
+    def __init__(self, spec: AttentionSpec):
+        super().__init__()
+        self.logits = nn.Parameter(torch.empty(spec.query_heads))
+        self.reset()
+
+    def reset(self, generator: torch.Generator | None = None) -> None:
+        with torch.no_grad():
+            drawn = torch.empty(self.logits.shape, device="cpu", dtype=torch.float32)
+            self.logits.copy_(drawn.normal_(0, 0.02, generator=generator))
+
+    def forward(self, q: Tensor) -> Tensor:
+        """[H], or [B, H] for the rows of q [B, T, H, D] where they belong to members."""
+        return spread_members(self.logits, self.members, len(q), 0)
+
+
 class Mix(nn.Module):
     """What scores become, as other packages may extend it; as it is, plain attention."""
 
@@ -103,13 +158,19 @@ class Mix(nn.Module):
     query_factor: ClassVar[int] = 1  # query heads per output head
     pairs_heads: ClassVar[bool] = False  # whether heads go in pairs, so that their numbers must be even
     has_gain: ClassVar[bool] = False  # whether `differential_gain` is a choice
+    takes_sinks: ClassVar[bool] = False  # whether `forward` hands `find_sinks` on
 
     def __init__(self, spec: AttentionSpec, layer: int):
         super().__init__()
         self.scale = 1 / math.sqrt(spec.head_width)
+        self.sinks = SinkLogits(spec) if spec.sinks else None
 
     def forward(self, q: Tensor, stored: KeyValue, x: Tensor, visibility: Visibility, bias: Tensor | None) -> Tensor:
-        return attend(q, stored, self.scale, visibility, bias)
+        return attend(q, stored, self.scale, visibility, bias, self.find_sinks(q))
+
+    def find_sinks(self, q: Tensor) -> Tensor | None:
+        """[H] or [B, H] for q [B, T, H, D]."""
+        return None if self.sinks is None else self.sinks(q)
 
     def keys_and_values(self, stored: KeyValue) -> tuple[Tensor, Tensor]:
         """Keys and values as the heads use them, [B, S, G, ·] each."""
@@ -126,7 +187,8 @@ class Mix(nn.Module):
     def largest_logits(self, q: Tensor, stored: KeyValue, visibility: Visibility, bias: Tensor | None) -> Tensor:
         """The largest score of every row and query head, among those that `forward` would use: [B, H]."""
         k, _ = self.keys_and_values(stored)
-        plain = visibility.triangle or (visibility.blocks is None and not visibility.slots.cached)
+        drawn = visibility.blocks is None and visibility.window is None and not visibility.slots.cached
+        plain = visibility.triangle or drawn
         mask = visibility.mask if plain else render_mask(visibility)
         return largest_logits(q, k, self.scale, mask, visibility.triangle, bias)
 
@@ -136,7 +198,10 @@ class Mix(nn.Module):
     @classmethod
     def formula_of(cls, spec: AttentionSpec) -> str:
         mixed, *finished = cls.formula.split(" ; ", 1)
-        return " ; ".join([mixed, *["o_i ← o_i − (o_i·v_i/‖v_i‖²) v_i"] * spec.exclusive, *finished])
+        window = [f"{'0 ≤ i − j' if spec.causal else '|i − j|'} < {spec.window}"] * (spec.window is not None)
+        sinks = [*window, *["a_ij = e^{l_ij} / (e^{s_h} + Σ_j e^{l_ij}) for each softmax"] * spec.sinks]
+        excluded = ["o_i ← o_i − (o_i·v_i/‖v_i‖²) v_i"] * spec.exclusive
+        return " ; ".join([mixed, *sinks, *excluded, *finished])
 
     @classmethod
     def parameters_of(cls, spec: AttentionSpec) -> int:
@@ -153,6 +218,7 @@ class Softmax(Mix):
 
     formula = "o = softmax(q kᵀ/√D) v"
     label = ""
+    takes_sinks = True
 
 
 @register.mix("differential")
@@ -167,6 +233,7 @@ class Differential(Mix):
     label = "diff"
     pairs_heads = True
     has_gain = True
+    takes_sinks = True
     eps: ClassVar[float] = 1e-5
     members: int | None = None  # of a stacked model, whose λ and gain have one more axis in front
 
@@ -192,10 +259,10 @@ class Differential(Mix):
         return first - second + self.lambda_init
 
     def forward(self, q: Tensor, stored: KeyValue, x: Tensor, visibility: Visibility, bias: Tensor | None) -> Tensor:
-        def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attend(q, KeyValue(k, v), self.scale, visibility, bias)
+        def plain(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+            return attend(q, KeyValue(k, v), self.scale, visibility, bias, sinks)
 
-        o = differential(q, *stored.separate(), self.weight(), plain)  # [B, T, H/2, 2D]
+        o = differential(q, *stored.separate(), self.weight(), plain, sinks=self.find_sinks(q))  # [B, T, H/2, 2D]
         return o.unflatten(-1, (2, -1)).flatten(2, 3)
 
     def exclude(self, o: Tensor, v: Tensor) -> Tensor:
@@ -224,6 +291,7 @@ class DifferentialV2(Mix):
     formula = "o_h = softmax(q_2h kᵀ/√D) v − σ(w_h·x) softmax(q_2h+1 kᵀ/√D) v"
     label = "diff-v2"
     query_factor = 2
+    takes_sinks = True
 
     def __init__(self, spec: AttentionSpec, layer: int):
         super().__init__(spec, layer)
@@ -231,7 +299,8 @@ class DifferentialV2(Mix):
 
     def forward(self, q: Tensor, stored: KeyValue, x: Tensor, visibility: Visibility, bias: Tensor | None) -> Tensor:
         def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attend(q, stored, self.scale, visibility, bias)  # `stored` knows whether k is also v
+            # `stored` knows whether k is also v
+            return attend(q, stored, self.scale, visibility, bias, self.find_sinks(q))
 
         return differential_v2(q, stored.key, stored.key, torch.sigmoid(self.weight(x)), plain)
 
@@ -252,6 +321,7 @@ class LatentSoftmax(Mix):
     """
 
     formula = "o = softmax(q kᵀ/√(D+d_rope)) v"
+    takes_sinks = True
 
     def __init__(self, spec: AttentionSpec, layer: int):
         super().__init__(spec, layer)
@@ -286,14 +356,16 @@ class LatentSoftmax(Mix):
         return self.up_value(stored.key[..., 0, : self.kv_rank]).unflatten(-1, (self.heads, -1))
 
     def attend_expanded(self, q: Tensor, stored: KeyValue, visibility: Visibility) -> Tensor:
-        return attend(q, KeyValue(*self.keys_and_values(stored)), self.scale, visibility)
+        stored = KeyValue(*self.keys_and_values(stored))
+        return attend(q, stored, self.scale, visibility, None, self.find_sinks(q))
 
     def attend_absorbed(self, q: Tensor, stored: KeyValue, visibility: Visibility) -> Tensor:
         up_key = self.up_key.weight.unflatten(0, (self.heads, -1))  # [H, D, d_c]
         up_value = self.up_value.weight.unflatten(0, (self.heads, -1))
         nope = torch.einsum("bthd,hdc->bthc", q[..., : self.head_width], up_key)
         q = torch.cat([nope, q[..., self.head_width :]], -1)
-        o = attend(q, stored._replace(value_width=self.kv_rank), self.scale, visibility)  # [B, T, H, d_c]
+        stored = stored._replace(value_width=self.kv_rank)
+        o = attend(q, stored, self.scale, visibility, None, self.find_sinks(q))  # [B, T, H, d_c]
         return torch.einsum("bthc,hdc->bthd", o, up_value)
 
     @classmethod

@@ -21,7 +21,8 @@ class TokenSlots(NamedTuple):
     every: Tensor  # [S]
     texts: Tensor | None = None  # [B, T], to which of the packed texts of its row a token belongs
     starts: Tensor | None = None  # [B], where a row's text starts after its left padding
-    lengths: Tensor | None = None  # [B], how many slots of a static cache are filled
+    lengths: Tensor | None = None  # [B], how many tokens there are, where not all slots are filled or some went round
+    first: int | Tensor = 0  # which token the first slot holds
     cached: bool = False  # whether the new tokens follow others, which a cache holds
 
 
@@ -32,9 +33,9 @@ def find_slots(x: Tensor, segments: Tensor | None, cache: Cache | None) -> Token
     """
     check_packing(x.shape[:2], segments, cache)
     if cache is not None:
-        new, every, filled = cache.slots(x.shape[1])
+        new, every, filled, first = cache.slots(x.shape[1])
         lengths = None if filled is None else filled.repeat(x.shape[0])
-        return TokenSlots(new, every, None, cache.left_padding, lengths, cache.started)
+        return TokenSlots(new, every, None, cache.left_padding, lengths, first, cache.started)
     every = torch.arange(x.shape[1], device=x.device)
     return TokenSlots(every, every, None if segments is None else text_starts(segments).cumsum(1))
 
@@ -64,6 +65,7 @@ class Positions(NamedTuple):
     tables: Angles | None = None  # the same for `apply_rope_tables`, where a cache is read step by step
     every: Tensor | None = None  # [B or 1, S], of all tokens, where cached keys are turned on reading
     every_table: Angles | None = None  # cos, sin [S, r/2] by position, there
+    every_angles: Angles | None = None  # cos, sin [B or 1, S, 1, r/2] of all tokens instead, where they are a window's
 
 
 def find_positions(spec: AttentionSpec, slots: TokenSlots, dtype: torch.dtype) -> Positions:
@@ -86,6 +88,8 @@ def find_positions(spec: AttentionSpec, slots: TokenSlots, dtype: torch.dtype) -
     tables = None if torch.compiler.is_compiling() else rope_tables(angles)
     if spec.kv_rotation != "on-read":
         return Positions(new, angles, tables)
+    if spec.window is not None:
+        return Positions(new, angles, tables, every_angles=turn_at(count_from(slots.starts, slots.every)))
     cos, sin = turn_at(slots.every[None])
     return Positions(new, angles, tables, count_from(slots.starts, slots.every), (cos[0, :, 0], sin[0, :, 0]))
 
@@ -105,6 +109,8 @@ def rotate_new(x: Tensor, positions: Positions, inverse: bool = False) -> Tensor
 
 def rotate_every(k: Tensor, positions: Positions) -> Tensor:
     """R_p k [B, S, heads, D] at the positions of all tokens."""
+    if positions.every_angles is not None:
+        return apply_rope(k, positions.every_angles)
     if positions.every is None or positions.every_table is None:
         return rotate_new(k, positions)
     cos, sin = (table[positions.every][:, :, None] for table in positions.every_table)

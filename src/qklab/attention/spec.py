@@ -218,9 +218,11 @@ class AttentionSpec(Spec):
         asymmetry_free_scale: Its score scale is a parameter of its own instead of the sum of its weights.
         mix: How scores become weights.
         differential_gain: Whether the norm of mix="differential" has a gain.
+        sinks: A learned logit of every query head joins the softmax's denominator.
         exclusive: Take the part along a token's own value out of its output (XSA).
         gate: Multiply outputs by σ(W_g x): every "element", or each "head" as a whole.
         causal: Whether a token sees only itself and earlier ones.
+        window: How many tokens it sees in one direction at most, itself counted; by default all.
     """
 
     width: int = integer_field()
@@ -243,9 +245,11 @@ class AttentionSpec(Spec):
     asymmetry_free_scale: bool = boolean_field(False)
     mix: str = choice_field("softmax", register.mix)
     differential_gain: bool = boolean_field(True)
+    sinks: bool = boolean_field(False)
     exclusive: bool = boolean_field(False)
     gate: str = choice_field("none", GATES)
     causal: bool = boolean_field(True)
+    window: int | None = integer_field(None)
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -384,6 +388,18 @@ class AttentionSpec(Spec):
             lambda s: "it is the gain of the norm in mix='differential'",
             lambda s: {"differential_gain": True},
         ),
+        Rule(
+            "sinks",
+            lambda s: s.sinks and not s.mixing.takes_sinks,
+            lambda s: f"mix={s.mix!r} does not take sinks",
+            lambda s: {"sinks": False},
+        ),
+        Rule(
+            "sinks",
+            lambda s: s.sinks and s.asymmetry_2d,
+            lambda s: "asymmetry_2d leaves out what is the same along a row, which a sink would be compared with",
+            lambda s: {"sinks": False},
+        ),
     )
 
     def defaults(self) -> dict[str, Any]:
@@ -455,19 +471,26 @@ class AttentionSpec(Spec):
 
     def parameters(self) -> int:
         """Learned numbers in one layer, output projection included."""
-        output = (self.heads * self.head_width + self.bias) * self.width + Gate.parameters_of(self)
-        return output + sum(stage.parameters_of(self) for stage in self.stages().values() if stage is not None)
+        output = (self.heads * self.head_width + self.bias) * self.width
+        beside = Gate.parameters_of(self) + self.query_heads * self.sinks
+        stages = sum(stage.parameters_of(self) for stage in self.stages().values() if stage is not None)
+        return output + beside + stages
 
     def flops_per_token(self, context: int) -> int:
         """Forward matrix-product FLOPs of one layer per token of a sequence of `context` tokens.
 
-        A multiply-add is two FLOPs; scores count the whole T × T square; elementwise work is not counted.
+        A multiply-add is two FLOPs; scores count the whole T × T square, or a band of it as wide as a window sees;
+        elementwise work is not counted.
         """
+        if self.window is not None:
+            context = min(context, self.window if self.causal else 2 * self.window - 1)
         output = 2 * self.heads * self.head_width * self.width + Gate.flops(self)
         return output + sum(stage.flops(self, context) for stage in self.stages().values() if stage is not None)
 
     def cache_bytes(self, tokens: int, dtype: torch.dtype = torch.bfloat16) -> int:
-        """Bytes one layer caches for one sequence of `tokens` tokens, those that are looked back on included."""
+        """Bytes one layer caches for one sequence of `tokens` tokens, those that are looked back on included; a
+        window keeps no more than it sees."""
+        tokens = tokens if self.window is None else min(tokens, self.window)
         behind = sum((back + ROLLBACK) * entries for back, entries in self.remembered)
         return (tokens * sum(cache_class(self).widths(self)) + behind) * dtype.itemsize
 
@@ -494,8 +517,9 @@ class AttentionSpec(Spec):
         words += ["2d" + "+s" * self.asymmetry_free_scale] * self.asymmetry_2d
         mix = register.mix[self.mix].label
         words += [self.mix if mix is None else mix]
-        words += ["xsa"] * self.exclusive + [f"gate {self.gate}"] * (self.gate != "none")
+        words += ["sinks"] * self.sinks + ["xsa"] * self.exclusive + [f"gate {self.gate}"] * (self.gate != "none")
         words += ["ungained"] * (not self.differential_gain)
+        words += [f"window {self.window}"] * (self.window is not None)
         words += ["bias"] * self.bias + ["bidirectional"] * (not self.causal)
         return " · ".join(filter(None, words))
 

@@ -6,6 +6,7 @@ that a row has filled.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ class Visibility(NamedTuple):
 
     slots: TokenSlots
     causal: bool  # a token sees only itself and earlier ones
+    window: int | None = None  # it sees those less far away than this; None: all
     mask: Tensor | None = None  # for SDPA: [B or 1, 1, T, S]; None where all see all, or its own triangle will do
     triangle: bool = False  # for SDPA: is_causal
     blocks: Any = None  # for Flex: a BlockMask, inside a graph compiled for a GPU
@@ -28,11 +30,14 @@ class Visibility(NamedTuple):
 
 def find_visibility(spec: AttentionSpec, slots: TokenSlots, x: Tensor) -> Visibility:
     """A text that is packed or padded sees only itself; what padding sees is of no meaning."""
-    visibility = Visibility(slots, spec.causal)
     if slots.cached:
-        return visibility  # `decode` takes the range
+        return Visibility(slots, spec.causal, spec.window)  # `decode` takes the range
+    narrow = spec.window is not None and spec.window < x.shape[1]
+    visibility = Visibility(slots, spec.causal, spec.window if narrow else None)
     if slots.texts is not None and takes_blocks(spec, x):
         return visibility._replace(blocks=render_blocks(visibility))
+    if narrow:
+        return visibility  # `attend` goes along the diagonal
     if slots.texts is not None or slots.starts is not None:
         return visibility._replace(mask=render_mask(visibility))
     return visibility._replace(triangle=spec.causal)
@@ -44,6 +49,8 @@ def may_see(visibility: Visibility, row: Tensor, query: Tensor, key: Tensor) -> 
     seen = query >= key
     if not visibility.causal:
         seen = torch.ones_like(seen)
+    if visibility.window is not None:
+        seen = seen & ((query - key).abs() < visibility.window)
     if slots.texts is not None:
         seen = seen & (slots.texts[row, query] == slots.texts[row, key])
     if slots.starts is not None:
@@ -59,6 +66,20 @@ def render_mask(visibility: Visibility) -> Tensor:
     rows = torch.arange(1 if of_rows is None else len(of_rows), device=slots.new.device)
     seen = may_see(visibility, rows[:, None, None], slots.new[:, None], slots.every)
     return seen.expand(len(rows), -1, -1)[:, None]
+
+
+def split_band(visibility: Visibility, tokens: int) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Queries a few at a time, the keys that any of them sees, and the rule for these: so much of the square as lies
+    along its diagonal."""
+    window = visibility.window
+    assert window is not None
+    step = max(window, 128)
+    for start in range(0, tokens, step):
+        stop = min(start + step, tokens)
+        rows = slice(start, stop)
+        keys = slice(max(0, start - window + 1), stop if visibility.causal else min(tokens, stop + window - 1))
+        slots = visibility.slots._replace(new=visibility.slots.new[rows], every=visibility.slots.every[keys])
+        yield rows, keys, render_mask(visibility._replace(slots=slots))
 
 
 def takes_blocks(spec: AttentionSpec, x: Tensor) -> bool:
@@ -78,4 +99,6 @@ def render_blocks(visibility: Visibility) -> Any:
 
 def render_range(visibility: Visibility) -> dict[str, Any]:
     """The rule as `decode` takes it."""
-    return {"starts": visibility.slots.starts, "lengths": visibility.slots.lengths}
+    slots = visibility.slots
+    starts = None if slots.starts is None else slots.starts - slots.first
+    return {"starts": starts, "lengths": slots.lengths, "window": visibility.window}

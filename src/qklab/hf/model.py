@@ -176,7 +176,7 @@ class QKLabModel(QKLabPreTrainedModel):
         if layers is not None and layers[0].started:
             self.check_continuation(layers, x, mask, positions)
             self.check_cache()
-            return layers, past, locate_tokens(spec.pattern, x, None, layers[0].cache)
+            return layers, past, locate_tokens(spec.pattern, x, None, [layer.cache for layer in layers])
         self.check_room(tokens)
         given = None
         if mask is not None and not torch.compiler.is_compiling():

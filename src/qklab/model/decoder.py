@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qklab.attention.cache import Cache
 from qklab.attention.layer import Attention
-from qklab.attention.positions import Positions, find_positions, find_slots
+from qklab.attention.positions import Positions, TokenSlots, find_positions, find_slots
 from qklab.attention.rotate import LearnedPositions
 from qklab.attention.spec import AttentionSpec
 from qklab.attention.visibility import Visibility, find_visibility
@@ -97,22 +97,26 @@ Located = tuple[Positions, Visibility]
 
 
 def locate_tokens(
-    pattern: Sequence[AttentionSpec], x: Tensor, segments: Tensor | None, cache: Cache | None
+    pattern: Sequence[AttentionSpec], x: Tensor, segments: Tensor | None, caches: Sequence[Cache | None] | None
 ) -> list[Located]:
     """Positions and visibility of the tokens x [B, T, width] for each spec of the pattern.
 
-    What several specs have in common is found once. `cache` is the first layer's; all are filled alike.
+    What several specs have in common is found once. `caches` are the layers'; all have seen the same tokens.
     """
-    slots = find_slots(x, segments, cache)
+    slots: dict[int | None, TokenSlots] = {}
     positions: dict[Any, Positions] = {}
     visibility: dict[Any, Visibility] = {}
     located = []
-    for spec in pattern:
-        turn, sight = (spec.rotated_width, spec.rope_base, spec.kv_rotation), (spec.causal, spec.head_width)
+    for layer, spec in enumerate(pattern):
+        window = spec.window
+        if window not in slots:
+            slots[window] = find_slots(x, segments, None if caches is None else caches[layer])
+        turn = (spec.rotated_width, spec.rope_base, spec.kv_rotation, window)
+        sight = (spec.causal, spec.head_width, window)
         if turn not in positions:
-            positions[turn] = find_positions(spec, slots, x.dtype)
+            positions[turn] = find_positions(spec, slots[window], x.dtype)
         if sight not in visibility:
-            visibility[sight] = find_visibility(spec, slots, x)
+            visibility[sight] = find_visibility(spec, slots[window], x)
         located.append((positions[turn], visibility[sight]))
     return located
 
@@ -155,7 +159,8 @@ class DecoderCache(list[Cache]):
 
     @property
     def capacity(self) -> int:
-        return self[0].capacity
+        """Tokens that every layer has room for; one with a window needs room for these only."""
+        return max(cache.capacity for cache in self)
 
     @property
     def bytes(self) -> int:
@@ -212,7 +217,7 @@ class Decoder(nn.Module):
         """ids [B, T] → what the output matrix sees [B, T, width], for losses that never form all logits."""
         self.check(ids, cache)
         x = self.embed(ids.long())
-        located = locate_tokens(self.spec.pattern, x, segments, None if cache is None else cache[0])
+        located = locate_tokens(self.spec.pattern, x, segments, cache)
         again = self.recomputes_layers and cache is None and torch.is_grad_enabled()
         return self.norm(run_blocks(self, x, located, cache, self.call_again if again else call_block))
 
@@ -262,11 +267,12 @@ class Decoder(nn.Module):
         *,
         grow: bool = True,
         left_padding: Tensor | None = None,
+        drafts: int = 0,
     ) -> DecoderCache:
         """An empty cache for every layer (see `Attention.new_cache`)."""
+        options: dict[str, Any] = {"grow": grow, "left_padding": left_padding, "drafts": drafts}
         return DecoderCache(
-            self.attention(layer).new_cache(batch, tokens, dtype, grow=grow, left_padding=left_padding)
-            for layer in range(self.spec.layers)
+            self.attention(layer).new_cache(batch, tokens, dtype, **options) for layer in range(self.spec.layers)
         )
 
     @torch.no_grad()

@@ -120,7 +120,8 @@ class Recorder:
         k, _ = mix.keys_and_values(stored)
         self.compared = factor_scores(mix.scale * raise_precision(q), raise_precision(k), bias)
         self.visible = render_mask(visibility).expand(shape[0], 1, -1, -1)
-        weights, row = from_scores(multiply_heads(*self.compared), self.visible, positions.new.expand(shape))
+        scores, sinks = multiply_heads(*self.compared), mix.find_sinks(q)
+        weights, row = from_scores(scores, self.visible, positions.new.expand(shape), sinks)
         self.row = row | from_vectors(self.attention, self.stages) | from_parameters(self.attention)
         if self.keeps_weights:
             self.weights = weights
@@ -215,16 +216,25 @@ def evaluating_exactly(model: nn.Module, device: torch.device) -> Iterator[None]
         model.train(training)
 
 
-def from_scores(scores: Tensor, visible: Tensor, positions: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """The attention weights [B, H, T, T], and what they and the scores [B, H, T, T] tell: [H] each."""
+def from_scores(
+    scores: Tensor, visible: Tensor, positions: Tensor, sinks: Tensor | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The attention weights [B, H, T, T], and what they and the scores [B, H, T, T] tell: [H] each.
+
+    A learned sink [H] takes its share of every row, which counts in the entropy.
+    """
     hidden = ~visible
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    compared = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        compared = torch.cat([compared, sinks[:, None, None].to(scores).expand(*scores.shape[:3], 1)], -1)
+    shares = compared.softmax(-1)
+    weights = shares[..., : scores.shape[-1]]
     slots = torch.arange(positions.shape[1], device=positions.device)
     first = (slots - positions)[:, None, :, None].expand(*scores.shape[:3], 1)  # slot of the segment's first token
     later = (positions > 0)[:, None]  # [B, 1, T]
     sink = (weights.gather(-1, first).squeeze(-1) * later).sum((0, 2)) / later.sum()
     return weights, {
-        "entropy": torch.special.entr(weights).sum(-1).mean((0, 2)),
+        "entropy": torch.special.entr(shares).sum(-1).mean((0, 2)),
         "sink_mass": sink,
         "largest_logit": scores.masked_fill(hidden, 0.0).abs().amax((0, 2, 3)),
     }

@@ -68,5 +68,20 @@ def choose_automatically(operation: str, device: str, reason: str | None, fallba
     reason = explain_no_triton(device) or reason or (None if device == "cuda" else f"the tensors are on {device}")
     choice = fallback if reason else "triton"
     reason = reason or "the tensors are on a GPU"
-    logging.getLogger("qklab").info("%s: impl='auto' takes %r, since %s.", operation, choice, reason)
+    say_choice(operation, repr(choice), reason)
     return choice
+
+
+def say_choice(operation: str, choice: str, reason: str) -> None:
+    logging.getLogger("qklab").info("%s: impl='auto' takes %s, since %s.", operation, choice, reason)
+
+
+log_once = functools.cache(say_choice)
+
+
+def log_choice(operation: str, choice: str, reason: str) -> None:
+    """Say once what was chosen, and why, also from within a compiled graph."""
+    log_once(operation, choice, reason)
+
+
+setattr(log_choice, "_dynamo_marked_constant", True)  # noqa: B010

@@ -40,6 +40,7 @@ MINUTES = 5.0  # that --continue adds
 SMALLEST = "pico"
 SEEDS = 5  # with three, Holm over four arms and two analyses ask for a difference three times as large as with five
 EXTEND = 2  # learning rates more at an end where an arm does best
+LOCAL = 64  # tokens that every other layer of a hybrid sees: half of the smallest size's context
 ANALYSES = 2  # one, and one after more seeds, which the answer itself may propose
 
 
@@ -120,7 +121,9 @@ def list_arms() -> dict[str, dict[str, Any]]:
         **{f"{norm}-norm": {"norm": norm} for norm in register.norm if norm != "none"},
         **{mix: {"mix": mix} for mix in register.mix if mix != "softmax"},
         "gate": {"gate": "element"},
+        "sinks": {"sinks": True},
         "xsa": {"exclusive": True},
+        "hybrid": {"layers": [{"window": LOCAL}, {}]},
         "learned-positions": {"position": "learned"},
         "short-conv": {"short_conv": 4},
         "key-shift": {"key_shift": True, "rope_fraction": 0.5},

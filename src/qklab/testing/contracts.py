@@ -118,7 +118,11 @@ def costs(spec: AttentionSpec, device: str) -> None:
     assert sum(parameter.numel() for parameter in attention.parameters()) == spec.parameters()
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         attention(x)
-    assert counter.get_total_flops() == BATCH * TOKENS * spec.flops_per_token(TOKENS)
+    everywhere = spec.replace(window=None)  # what is hidden is computed too where no kernel leaves it out
+    assert counter.get_total_flops() == BATCH * TOKENS * everywhere.flops_per_token(TOKENS)
+    if spec.window is not None:
+        seen = spec.window if spec.causal else 2 * spec.window - 1
+        assert spec.flops_per_token(TOKENS) == everywhere.flops_per_token(min(TOKENS, seen))
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ Module = TypeVar("Module", bound=nn.Module)
 SIZE: dict[str, Any] = {"width": 8, "heads": 4, "head_width": 4}
 # numbers worth trying; choices and flags are found by themselves
 NUMBERS: dict[type[Spec], dict[str, tuple[Any, ...]]] = {
-    AttentionSpec: {"rope_fraction": (0.5,), "short_conv": (3,)},
+    AttentionSpec: {"rope_fraction": (0.5,), "short_conv": (3,), "window": (2,)},
     CouplingSpec: {"steps": (3,), "force_width": (6,), "step_size": (0.3,), "scale_limit": (0.5,)},
 }
 

@@ -14,6 +14,8 @@ def decode(
     starts: Tensor | None = None,
     lengths: Tensor | None = None,
     angles: Angles | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale · q kᵀ) v over the slots each query sees: q [B, T, H, D], k, v [B, S, G, ·] → [B, T, H, ·].
 
@@ -25,21 +27,40 @@ def decode(
     if angles is not None:
         k = rotate_cached(k, angles, starts)
     scores = torch.einsum("btgrd,bsgd->bgrts", q.unflatten(2, (G, H // G)).to(wide), k.to(wide)) * scale
-    seen = visible(T, S, starts, lengths, q.device)  # [B or 1, 1, T, S]
-    weights = scores.masked_fill(~seen[:, :, None], -torch.inf).softmax(-1)
+    seen = visible(T, S, starts, lengths, q.device, window)  # [B or 1, 1, T, S]
+    scores = scores.masked_fill(~seen[:, :, None], -torch.inf)
+    weights = scores.softmax(-1)
+    if sinks is not None:
+        own = sinks.to(wide).unflatten(-1, (G, H // G))[..., None]  # [G, H/G, 1] or [B, G, H/G, 1]
+        weights = weights * torch.sigmoid(scores.logsumexp(-1) - own)[..., None]
     weights = weights.masked_fill(~seen.any(-1)[:, :, None, :, None], 0).to(q.dtype)
     # what nobody sees may be anything, even no number
     v = v.masked_fill(~seen.any(2)[:, 0, :, None, None], 0)
     return torch.einsum("bgrts,bsgd->btgrd", weights, v).flatten(2, 3)
 
 
-def visible(queries: int, slots: int, starts: Tensor | None, lengths: Tensor | None, device: torch.device) -> Tensor:
+def visible(
+    queries: int,
+    slots: int,
+    starts: Tensor | None,
+    lengths: Tensor | None,
+    device: torch.device,
+    window: int | None = None,
+) -> Tensor:
     """Which slots each query sees: [B or 1, 1, T, S].
 
     The queries stand in the last slots of their row, which has `lengths` of them (all S by default). Each sees the
-    slots from `starts` up to its own.
+    slots from `starts` up to its own. With a window, `lengths` counts the tokens so far, of which number p stands in
+    slot p mod S, and it sees only the last ones.
     """
     slot = torch.arange(slots, device=device)
+    if window is not None:
+        length = torch.tensor([slots], device=device) if lengths is None else lengths
+        last = length[:, None] - 1
+        number = (last - (last - slot) % max(slots, 1))[:, None]  # [B or 1, 1, S], below 0 where nothing stands yet
+        own = (length[:, None] - queries + torch.arange(queries, device=device))[:, :, None]
+        first = 0 if starts is None else starts.clamp(min=0)[:, None, None]
+        return ((number <= own) & (number > own - window) & (number >= first))[:, None]
     if lengths is None:
         own = slot[None, slots - queries :]  # [1, T]
     else:

@@ -18,6 +18,7 @@ def decode(
     starts: Tensor | None = None,
     lengths: Tensor | None = None,
     angles: Angles | None = None,
+    window: int | None = None,
     order: list[SDPBackend] | None = None,
 ) -> Tensor:
     """softmax(scale · q kᵀ) v over the slots each query sees: q [B, T, H, D], k, v [B, S, G, ·] → [B, T, H, ·].
@@ -32,8 +33,8 @@ def decode(
     if angles is not None:
         k = rotate_cached(k, angles, starts)
     mask = None
-    if T > 1 or starts is not None or lengths is not None:
-        mask = visible(T, k.shape[1], starts, lengths, q.device)
+    if T > 1 or starts is not None or lengths is not None or (window is not None and window < k.shape[1]):
+        mask = visible(T, k.shape[1], starts, lengths, q.device, window)
     # a single query's heads of one group are as good as that many queries of one head, which every backend takes;
     # cuDNN and flash take groups themselves, and cuDNN is the faster for it
     packed = T == 1 and not (q.is_cuda and mask is None and k.shape[3] == v.shape[3] <= 128)

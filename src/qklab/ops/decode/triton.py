@@ -55,17 +55,31 @@ def keep(p_rows, o_d, b_o, m_rows, W: tl.constexpr):
 
 
 @triton.jit
-def row_range(p_starts, p_lengths, i_b, S, STARTS: tl.constexpr, LENGTHS: tl.constexpr):
-    """Of row i_b: its start and end."""
+def row_range(
+    p_starts, p_lengths, i_b, S, T, window, STARTS: tl.constexpr, LENGTHS: tl.constexpr, WINDOW: tl.constexpr
+):
+    """Of row i_b: its start and end, and the slots between which something may be seen."""
     start, end = 0, S
     if STARTS:
         start = tl.maximum(tl.load(p_starts + i_b).to(tl.int32), 0)
     if LENGTHS:
-        end = tl.minimum(tl.load(p_lengths + i_b).to(tl.int32), S)
-    return start, end
+        end = tl.load(p_lengths + i_b).to(tl.int32)
+    high = tl.minimum(end, S)
+    if WINDOW:
+        low = tl.where(end <= S, tl.maximum(start, end - T + 1 - window), 0)  # in a ring they may be anywhere
+    else:
+        low, end = start, high
+    return start, end, low, high
 
 
-@triton.jit(do_not_specialize=["S", "T", "chunk", "splits"])
+@triton.jit
+def sink_share(p_sinks, stride_sb, i_b, o_h, b_top):
+    """What sinks [·, H] add to totals relative to b_top; bounded, since there may be nothing that b_top is of."""
+    b_sink = tl.load(p_sinks + i_b * stride_sb + o_h) * 1.4426950408889634
+    return tl.exp2(tl.minimum(b_sink - b_top, 100.0))
+
+
+@triton.jit(do_not_specialize=["S", "T", "chunk", "splits", "window"])
 def attend_kernel(
     p_q,  # [B, T, G·R, ·]
     p_k,  # [B, S, G, ·]
@@ -74,6 +88,7 @@ def attend_kernel(
     p_sin,
     p_starts,  # [B], where STARTS
     p_lengths,  # [B], where LENGTHS
+    p_sinks,  # [B, G·R], where SINKS
     p_o,  # [B, T, G·R, E], or where SPLIT [B, splits, G·R·T, E]: sums not yet divided by their totals
     p_top,  # [B, splits, G·R·T]: largest exponent to base 2, where SPLIT
     p_total,  # [B, splits, G·R·T]: sum of the weights relative to it, where SPLIT
@@ -89,10 +104,12 @@ def attend_kernel(
     stride_vs,
     stride_vg,
     stride_vd,
+    stride_sb,
     S,
     T,
     chunk,
     splits,
+    window,
     exponent,  # scale · log₂e
     G: tl.constexpr,
     R: tl.constexpr,
@@ -108,6 +125,8 @@ def attend_kernel(
     TURN: tl.constexpr,  # A and B are the halves that turn, and B and C are values too
     STARTS: tl.constexpr,
     LENGTHS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCKS_M: tl.constexpr,
     BM: tl.constexpr,
@@ -122,9 +141,9 @@ def attend_kernel(
     dtype: tl.constexpr = p_q.dtype.element_ty
     E: tl.constexpr = (WA + WB + WC) if TURN else (WA if SHARED else WV)
 
-    start, end = row_range(p_starts, p_lengths, i_b, S, STARTS, LENGTHS)
-    low = start + i_s * chunk
-    high = tl.minimum(low + chunk, end)
+    start, end, first, last = row_range(p_starts, p_lengths, i_b, S, T, window, STARTS, LENGTHS, WINDOW)
+    low = first + i_s * chunk
+    high = tl.minimum(low + chunk, last)
     if (low < high) | (i_s == 0):
         o_m = i_m * BM + tl.arange(0, BM)
         m_m = o_m < T * R
@@ -187,7 +206,12 @@ def attend_kernel(
             if WC > 0:
                 b_s = add_product(b_qc, tl.trans(b_c), b_s)
 
-            m_s = (o_n < high)[None, :] & (o_n[None, :] <= b_slot[:, None])
+            if WINDOW:
+                o_p = end - 1 - (end - 1 - tl.minimum(o_n, high - 1)) % S  # the tokens' numbers: slots may be a ring
+                m_s = (o_p[None, :] <= b_slot[:, None]) & (o_p[None, :] > b_slot[:, None] - window)
+                m_s = m_s & ((o_n < high) & (o_p >= start))[None, :]
+            else:
+                m_s = (o_n < high)[None, :] & (o_n[None, :] <= b_slot[:, None])
             b_s = tl.where(m_s, b_s * exponent, float("-inf"))
             b_higher = tl.maximum(b_top, tl.max(b_s, 1))
             b_p = tl.exp2(b_s - b_higher[:, None])
@@ -213,6 +237,8 @@ def attend_kernel(
             b_share = tl.full([BM], 1.0, tl.float32)
         else:
             o_out = (i_b * T + o_t) * (G * R) + o_h
+            if SINKS:
+                b_total += sink_share(p_sinks, stride_sb, i_b, o_h, b_top)
             b_share = 1 / tl.where(b_total > 0, b_total, 1.0)
         p_outputs = p_o + o_out * E
         if SHARED:
@@ -225,23 +251,28 @@ def attend_kernel(
                 keep(p_outputs + WA + WB, o_c, b_oc * b_share[:, None], m_m, WC)
 
 
-@triton.jit(do_not_specialize=["S", "T", "chunk", "splits"])
+@triton.jit(do_not_specialize=["S", "T", "chunk", "splits", "window"])
 def combine_kernel(
     p_parts,  # [B, splits, G·R·T, E]
     p_top,  # [B, splits, G·R·T]
     p_total,  # [B, splits, G·R·T]
     p_starts,
     p_lengths,
+    p_sinks,
     p_o,  # [B, T, G·R, E]
+    stride_sb,
     S,
     T,
     chunk,
     splits,
+    window,
     G: tl.constexpr,
     R: tl.constexpr,
     E: tl.constexpr,
     STARTS: tl.constexpr,
     LENGTHS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
     BE: tl.constexpr,
     BS: tl.constexpr,  # ≥ splits
     AT_ONCE: tl.constexpr,
@@ -251,14 +282,17 @@ def combine_kernel(
     rows = G * R * T
     i_b = (pid // rows).to(tl.int64)
     i_row = pid % rows
-    start, end = row_range(p_starts, p_lengths, i_b, S, STARTS, LENGTHS)
-    used = tl.maximum((end - start + chunk - 1) // chunk, 1)
+    i_g, i_m = i_row // (R * T), i_row % (R * T)
+    _, _, low, high = row_range(p_starts, p_lengths, i_b, S, T, window, STARTS, LENGTHS, WINDOW)
+    used = tl.maximum((high - low + chunk - 1) // chunk, 1)
     o_s = tl.arange(0, BS)
     o_one = i_b * splits * rows + i_row
     b_top = tl.load(p_top + o_one + o_s * rows, mask=o_s < used, other=LOWEST)
     b_total = tl.load(p_total + o_one + o_s * rows, mask=o_s < used, other=0.0)
     top = tl.max(b_top, 0)
     total = tl.sum(tl.exp2(b_top - top) * b_total, 0)
+    if SINKS:
+        total += sink_share(p_sinks, stride_sb, i_b, i_g * R + i_m % R, top)
     o_e = tl.arange(0, BE)
     b_o = tl.zeros([BE], tl.float32)
     for i_s in range(0, used, AT_ONCE):
@@ -267,7 +301,6 @@ def combine_kernel(
         p_block = p_parts + (o_one + o_n * rows)[:, None] * E + o_e[None, :]
         b_part = tl.load(p_block, mask=(o_n < used)[:, None] & (o_e < E)[None, :], other=0.0)
         b_o += tl.sum(b_part * b_weight[:, None], 0)
-    i_g, i_m = i_row // (R * T), i_row % (R * T)
     p_row = p_o + ((i_b * T + i_m // R) * (G * R) + i_g * R + i_m % R) * E
     tl.store(p_row + o_e, (b_o / tl.where(total > 0, total, 1.0)).to(p_o.dtype.element_ty), mask=o_e < E)
 
@@ -312,6 +345,8 @@ def decode(
     sin: Tensor | None,
     starts: Tensor | None,
     lengths: Tensor | None,
+    sinks: Tensor | None,
+    window: int | None,
     value_width: int,
     scale: float,
     config: Config | None = None,
@@ -334,14 +369,18 @@ def decode(
     blocks_m = triton.cdiv(R * T, BM)
     config = config or configuration(BM, block(max(D, value_width)), q.dtype.itemsize, v is None, turn)
     at_once = processors(q.device) * config.resident
-    chunk = config.chunk or chunk_slots(S, B * G * blocks_m, at_once, config.block_n)
-    splits = triton.cdiv(S, chunk)
+    most = S if window is None or lengths is not None else min(S, window + T - 1)  # slots that are read of a row
+    chunk = config.chunk or chunk_slots(most, B * G * blocks_m, at_once, config.block_n)
+    splits = triton.cdiv(most, chunk)
     if splits > 1:
         parts = q.new_empty(B, splits, H * T, value_width, dtype=torch.float32)
         top, total = (q.new_empty(B, splits, H * T, dtype=torch.float32) for _ in range(2))
     else:
         parts, top, total = o, None, None
     rows: dict[str, Any] = {"G": G, "R": R, "STARTS": starts is not None, "LENGTHS": lengths is not None}
+    rows |= {"WINDOW": window is not None, "SINKS": sinks is not None}
+    sinks = None if sinks is None else sinks.float().contiguous()
+    stride_sb = H if sinks is not None and sinks.dim() == 2 else 0
     parts_of_key: dict[str, Any] = {
         **dict(zip(("WA", "WB", "WC", "WV"), (*widths, value_width), strict=True)),
         **{name: block(width) for name, width in zip(("BA", "BB", "BC", "BV"), (*widths, value_width), strict=True)},
@@ -351,8 +390,8 @@ def decode(
     shape: dict[str, Any] = {"BLOCKS_M": blocks_m, "BM": BM, "BN": config.block_n, "SPLIT": splits > 1}
     launch: dict[str, Any] = {"num_warps": config.warps, "num_stages": config.stages}
     strides = *q.stride(), *k.stride(), *((0, 0, 0, 0) if v is None else v.stride())
-    arguments: list[Any] = [q, k, v, cos, sin, starts, lengths, parts, top, total, *strides]
-    arguments += [S, T, chunk, splits, scale * LOG2_E]
+    arguments: list[Any] = [q, k, v, cos, sin, starts, lengths, sinks, parts, top, total, *strides]
+    arguments += [stride_sb, S, T, chunk, splits, window or 0, scale * LOG2_E]
     attend_kernel[(B * splits * G * blocks_m,)](
         *arguments,
         **rows,
@@ -361,11 +400,11 @@ def decode(
         **launch,
     )
     if splits > 1:
-        most = triton.next_power_of_2(splits)
+        padded = triton.next_power_of_2(splits)
         wide = triton.next_power_of_2(value_width)
-        combining: dict[str, Any] = {"E": value_width, "BE": wide, "BS": most, "AT_ONCE": min(16, most)}
+        combining: dict[str, Any] = {"E": value_width, "BE": wide, "BS": padded, "AT_ONCE": min(16, padded)}
         combine_kernel[(B * H * T,)](
-            *(parts, top, total, starts, lengths, o, S, T, chunk, splits),
+            *(parts, top, total, starts, lengths, sinks, o, stride_sb, S, T, chunk, splits, window or 0),
             **rows,
             **combining,
         )

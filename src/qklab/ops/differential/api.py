@@ -9,18 +9,28 @@ from torch import Tensor
 from qklab.ops.members import spread_members
 from qklab.schema import suggest_name
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [B, T, h, D], k [B, S, g, D], v [B, S, g, E] → [B, T, h, E]
+# q [B, T, h, D], k [B, S, g, D], v [B, S, g, E], and sinks [h] or [B, h] where there are any → [B, T, h, E]
+Attend = Callable[..., Tensor]
 Form = Literal["wide", "halves"]
 FORMS: tuple[str, ...] = ("wide", "halves")
 
 
-def differential(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, attend: Attend, form: Form = "wide") -> Tensor:
+def differential(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    attend: Attend,
+    form: Form = "wide",
+    sinks: Tensor | None = None,
+) -> Tensor:
     """v1: (A₁ − λ A₂) [v₁;v₂], A_i = softmax(s q_i k_iᵀ): q [B, T, H, D], k, v [B, S, G, D], λ → [B, T, H/2, 2D].
 
     Key/value heads 2g and 2g+1 form a pair; so do the r-th query heads of their two groups. `attend` is plain
     attention, called once per map: keys and values are views of what came, never copies. "wide" hands it values of
     width 2D; "halves" calls it once for each half of the values, for kernels that want keys and values of one width.
-    λ may be [S], one for each of the S members that own the B rows one after the other.
+    λ may be [S], one for each of the S members that own the B rows one after the other. Of `sinks`, [H] or [B, H],
+    each call gets those of its query heads.
     """
     if form not in FORMS:
         raise ValueError(f"form must be one of 'wide', 'halves'{suggest_name(form, FORMS)}, but {form!r} came.")
@@ -38,8 +48,10 @@ def differential(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, attend: Attend
     keys = k.unflatten(2, (pairs, 2)).unbind(3)  # [B, S, G/2, D] each
     values = v.unflatten(2, (pairs, 2))
     parts = (values.flatten(3),) if form == "wide" else values.unbind(3)
+    own = [()] * 2 if sinks is None else [(s.flatten(-2),) for s in sinks.unflatten(-1, (pairs, 2, groups)).unbind(-2)]
     outputs = [
-        [attend(query.flatten(2, 3), key, part) for part in parts] for query, key in zip(queries, keys, strict=True)
+        [attend(query.flatten(2, 3), key, part, *sink) for part in parts]
+        for query, key, sink in zip(queries, keys, own, strict=True)
     ]
     first, second = (output[0] if len(output) == 1 else torch.cat(output, -1) for output in outputs)
     weight = spread_members(weight, len(weight) if weight.dim() else None, len(q), 3)

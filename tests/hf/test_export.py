@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from small_models import compute_logits, tiny, token_ids
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
 from qklab.cli import main
 from qklab.data import DataSpec, Tokenizer, prepare_corpus
 from qklab.data.tokenizer import train_bpe
-from qklab.hf import QKLabForCausalLM, convert, to_transformers
+from qklab.hf import QKLabForCausalLM, QKLabForSequenceClassification, convert, to_transformers
 from qklab.hf.export import export_run, make_fast_tokenizer
 from qklab.runs import RunDirectory
 from qklab.train.launch import train
@@ -195,3 +195,35 @@ def test_the_tokenizer_gives_the_runs_numbers(kind: str, tmp_path: Path) -> None
     assert batch.attention_mask[0, 0] == 0
     assert batch.attention_mask[:, -1].all()
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["model_max_length"] == 48
+
+
+@pytest.mark.parametrize("source", [None, "task:sort?length=12&train=60&valid=20&test=20"], ids=["masked", "task"])
+def test_a_model_that_sees_both_ways_is_exported_with_its_logits(
+    source: str | None, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QKLAB_CACHE", str(tmp_path / "cache"))
+    plain = TINY | {"attention": {"heads": 2, "causal": False, "position": "learned"}, "budget": {"tokens": 96}}
+    if source is not None:
+        plain |= {"corpus": {"source": source}, "model": {"layers": 1, "width": 32, "norm_place": "post"}}
+        spec, execution = resolve_run(plain)
+    else:
+        spec, execution = resolve_run(merge_settings(plain, {"corpus": {"source": str(corpus)}}))
+    train(spec, tmp_path / "run", execution)
+    export_run(tmp_path / "run", tmp_path / "out")
+    model = AutoModelForMaskedLM.from_pretrained(tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    decoder, own = load_model(tmp_path / "run")
+    ids = torch.arange(12)[None] % 10
+    assert torch.equal(compute_logits(model, ids), decoder.eval()(ids))
+    labels = torch.where(ids > 6, ids, -100)
+    expected = torch.nn.functional.cross_entropy(model(ids).logits[labels >= 0], labels[labels >= 0])
+    torch.testing.assert_close(model(ids, labels=labels).loss, expected)
+    assert "AutoModelForMaskedLM" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    if source is not None:
+        assert tokenizer("3 1 4")["input_ids"] == own.encode(["3 1 4"])[0].tolist()
+        assert tokenizer.decode([3, 1, 4]) == "3 1 4"
+    pooled = QKLabForSequenceClassification(model.config)
+    rows, mask = torch.randn(2, 4, 32), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    torch.testing.assert_close(pooled.pool(rows, None, mask)[0], rows[0, 2:].mean(0))
+    with pytest.raises(ValueError, match="QKLabForMaskedLM"):
+        QKLabForCausalLM(model.config)

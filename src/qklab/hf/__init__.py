@@ -19,17 +19,19 @@ from qklab.hf.cache import QKLabCache, count_cache_bytes
 from qklab.hf.config import QKLabConfig
 from qklab.hf.convert import convert, load_adapter, load_converted, revert, save_adapter
 from qklab.hf.export import to_transformers
-from qklab.hf.model import QKLabForCausalLM, QKLabForSequenceClassification, QKLabModel
+from qklab.hf.model import QKLabForCausalLM, QKLabForMaskedLM, QKLabForSequenceClassification, QKLabModel
 
 transformers.AutoConfig.register(QKLabConfig.model_type, QKLabConfig, exist_ok=True)
 transformers.AutoModel.register(QKLabConfig, QKLabModel, exist_ok=True)
 transformers.AutoModelForCausalLM.register(QKLabConfig, QKLabForCausalLM, exist_ok=True)
+transformers.AutoModelForMaskedLM.register(QKLabConfig, QKLabForMaskedLM, exist_ok=True)
 transformers.AutoModelForSequenceClassification.register(QKLabConfig, QKLabForSequenceClassification, exist_ok=True)
 
 __all__ = [
     "QKLabCache",
     "QKLabConfig",
     "QKLabForCausalLM",
+    "QKLabForMaskedLM",
     "QKLabForSequenceClassification",
     "QKLabModel",
     "convert",

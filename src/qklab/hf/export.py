@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from qklab.data.tokenizer import Tokenizer, build_bpe, byte_of_character
 from qklab.hf.config import QKLabConfig
-from qklab.hf.model import QKLabForCausalLM
+from qklab.hf.model import QKLabForCausalLM, QKLabForMaskedLM
 from qklab.model.decoder import Decoder
 from qklab.runs.directory import RunDirectory, RunError
 from qklab.runs.files import describe_os_error, rename_folder, write_text
@@ -18,6 +18,7 @@ from qklab.train.load import Which, find_checkpoint_of_run
 from qklab.train.spec import RunSpec
 
 END_OF_TEXT = "<|endoftext|>"
+ExportedModel = QKLabForCausalLM | QKLabForMaskedLM
 
 
 def export_run(run: Path | str, folder: Path | str, which: Which = "newest") -> Path:
@@ -45,14 +46,14 @@ def export_run(run: Path | str, folder: Path | str, which: Which = "newest") -> 
     return out
 
 
-def to_transformers(run: Path | str, which: Which = "newest") -> tuple[QKLabForCausalLM, PreTrainedTokenizerFast]:
+def to_transformers(run: Path | str, which: Which = "newest") -> tuple[ExportedModel, PreTrainedTokenizerFast]:
     """The model of a run's newest or best checkpoint, in evaluation mode, and its tokenizer, as Transformers' own."""
     return build_model_and_tokenizer(*find_checkpoint_of_run(run, which))
 
 
 def build_model_and_tokenizer(
     directory: RunDirectory, spec: RunSpec, found: Checkpoint
-) -> tuple[QKLabForCausalLM, PreTrainedTokenizerFast]:
+) -> tuple[ExportedModel, PreTrainedTokenizerFast]:
     tokenizer = Tokenizer.load(directory.path / "tokenizer.json")
     end = tokenizer.eot
     config = QKLabConfig(spec=spec.model, bos_token_id=end, eos_token_id=end, pad_token_id=end)
@@ -61,16 +62,16 @@ def build_model_and_tokenizer(
     return model, make_fast_tokenizer(tokenizer, spec.model.context)
 
 
-def wrap_decoder(decoder: Decoder, **config: Any) -> QKLabForCausalLM:
+def wrap_decoder(decoder: Decoder, **config: Any) -> ExportedModel:
     """A decoder as a Transformers model that shares its weights; `config` are further fields, e.g. eos_token_id."""
     weights = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
     return build_with_weights(QKLabConfig(spec=decoder.spec, **config), weights)
 
 
-def build_with_weights(config: QKLabConfig, weights: dict[str, torch.Tensor]) -> QKLabForCausalLM:
+def build_with_weights(config: QKLabConfig, weights: dict[str, torch.Tensor]) -> ExportedModel:
     """The model of `config` with a decoder's weights, each by the decoder's own name."""
     with torch.device("meta"):
-        model = QKLabForCausalLM(config)
+        model = (QKLabForCausalLM if config.decoder_spec.causal else QKLabForMaskedLM)(config)
     named = {"lm_head.weight" if name == "head.weight" else f"model.{name}": value for name, value in weights.items()}
     if config.tie_word_embeddings:
         named["lm_head.weight"] = named["model.embed.weight"]
@@ -85,6 +86,13 @@ def make_fast_tokenizer(tokenizer: Tokenizer, context: int) -> PreTrainedTokeniz
     from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
     from tokenizers import Tokenizer as Plain
 
+    options: dict[str, Any] = {"padding_side": "left", "model_max_length": context, "split_special_tokens": True}
+    if tokenizer.definition["kind"] == "symbols":
+        numbers = {token: number for number, token in enumerate(tokenizer.definition["tokens"])}
+        end = tokenizer.definition["tokens"][-1]
+        plain = Plain(models.WordLevel(numbers, unk_token=end))
+        plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        return PreTrainedTokenizerFast(tokenizer_object=plain, pad_token=end, eos_token=end, **options)
     if tokenizer.definition["kind"] == "bytes":
         numbers = byte_of_character()
         plain = Plain(models.BPE(vocab={**numbers, END_OF_TEXT: tokenizer.eot}, merges=[]))
@@ -102,9 +110,7 @@ def make_fast_tokenizer(tokenizer: Tokenizer, context: int) -> PreTrainedTokeniz
         bos_token=end,
         eos_token=end,
         pad_token=end,
-        padding_side="left",
-        model_max_length=context,
-        split_special_tokens=True,
+        **options,
         clean_up_tokenization_spaces=False,
     )
 
@@ -138,9 +144,19 @@ def format_model_card(directory: RunDirectory, spec: RunSpec, found: Checkpoint,
         for split, result in summary["evaluation"].items():
             facts[f"Loss on all of {split} when the run ended"] = format_loss(result["loss"])
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
+    kind, tag = (
+        ("AutoModelForCausalLM", "text-generation") if spec.model.causal else ("AutoModelForMaskedLM", "fill-mask")
+    )
+    use = (
+        """text = tokenizer("Once", return_tensors="pt")
+print(tokenizer.decode(model.generate(**text, max_new_tokens=40)[0]))"""
+        if spec.asks == "next token"
+        else """text = tokenizer("…", return_tensors="pt")
+print(tokenizer.decode(model(**text).logits[0].argmax(-1)))"""
+    )
     return f"""---
 library_name: transformers
-pipeline_tag: text-generation
+pipeline_tag: {tag}
 tags: [qklab]
 ---
 # {spec.model.name}
@@ -151,12 +167,11 @@ tags: [qklab]
 
 ```python
 import qklab.hf  # makes the model known to Transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer, {kind}
 
-model = AutoModelForCausalLM.from_pretrained(".")
+model = {kind}.from_pretrained(".")
 tokenizer = AutoTokenizer.from_pretrained(".")
-text = tokenizer("Once", return_tensors="pt")
-print(tokenizer.decode(model.generate(**text, max_new_tokens=40)[0]))
+{use}
 ```
 
 The tokenizer puts {END_OF_TEXT}, which began every text of training, before each text; leave it out with

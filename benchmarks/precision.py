@@ -1,6 +1,7 @@
 """What lowers the noise of a comparison: the spread over seeds of arm − baseline, one change to the training at a time.
 
-    python benchmarks/precision.py --device cpu --tokens 100352 --test-tokens 32768    # every change, at pico
+    python benchmarks/precision.py --device cpu --tokens 100352 --test-tokens 32768    # every change, at pico: an hour
+    python benchmarks/precision.py --device cpu --size femto --tokens 102400 --test-tokens 32768 --seeds 32
     # on one H200, under three minutes each
     python benchmarks/precision.py --size nano --arms affine --changes schedule warm-up --tokens 4000000 \\
         --test-tokens 262144 --corpus wikipedia --data CORPORA
@@ -30,7 +31,8 @@ from measure import keep, provenance
 from qklab.data.prepare import prepare_corpus
 from qklab.data.shards import Corpus
 from qklab.study.compare import list_arms
-from qklab.study.sizes import SIZES
+from qklab.study.sizes import SIZES as LADDER
+from qklab.study.sizes import Size
 from qklab.train.evaluate import repeat_rows
 from qklab.train.launch import choose_precision
 from qklab.train.machine import Machine
@@ -42,6 +44,13 @@ stats: Any = scipy_stats  # whose own types pyright cannot infer
 EMA = {"EMA over 5 %": 0.05, "EMA over 10 %": 0.1}  # its time constant, of the run
 MEAN = {"mean of the last 10 %": 0.1, "mean of the last 20 %": 0.2}
 LAST = "last weights"
+SMALL: dict[str, Any] = {
+    "model": {"recipe": "nano", "layers": 1, "width": 32, "context": 64, "tied": False},
+    "attention": {"heads": 2},
+    "corpus": {"vocab": 512},
+    "batch": {"sequences": 4},
+}
+SIZES = {"femto": Size(SMALL, (5e-3, 1e-2, 2e-2))} | LADDER  # 0.05 M parameters, for a machine that is busy
 Losses = dict[str, NDArray[np.float64]]  # how weights are averaged → [seeds, windows]
 
 

@@ -238,8 +238,13 @@ def test_the_page_has_every_arm_and_size_and_its_file_is_a_study() -> None:
     assert f"Arms by name: {', '.join(compare.list_arms())}." in flat
     assert f"{', '.join(compare.DEFAULT[:-1])} and {compare.DEFAULT[-1]}" in flat
     assert re.findall(r"^\| (\w+) \| \d+ × \d+ \|", PAGE, re.MULTILINE) == list(sizes.SIZES)
-    (file,) = re.findall(r"^```toml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    StudySpec.from_dict(tomllib.loads(file)).refuse_illegal()
+    files = [tomllib.loads(file) for file in re.findall(r"^```toml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)]
+    (whole,) = [file for file in files if "baseline" in file]
+    StudySpec.from_dict(whole).refuse_illegal()
+    for part in files:  # what is shown of a file goes with the one that is shown whole
+        study = StudySpec.from_dict(whole | part | ({"base": {}} if "sizes" in part else {}))
+        for each in sizes.split_sizes(study).values() if study.sizes else [study]:
+            each.refuse_illegal()
 
 
 # the whole, from the command line

@@ -125,10 +125,10 @@ def measure(
 ) -> list[SizeMeasurement]:
     """Three sizes at which the arm does as well as the baseline with `speed_up` times the compute; a third faster."""
     found = []
-    for parameters, flops in zip(SIZES[:3], FLOPS[:3], strict=True):
+    for size, flops in zip("abc", FLOPS[:3], strict=True):
         base = loss(flops) + 2 * spread * chance.standard_normal(n)
         arm = base + loss(speed_up * flops) - loss(flops) + spread * chance.standard_normal(n)
-        found.append(SizeMeasurement(parameters, flops, 1.1 * flops, base, arm, np.full(n, 3.0), np.full(n, 4.0)))
+        found.append(SizeMeasurement(size, flops, base, 1.1 * flops, arm, np.full(n, 4 / 3)))
     return found
 
 
@@ -152,7 +152,7 @@ def test_a_speed_up_is_in_compute_and_in_time() -> None:
 
 def test_a_loss_below_the_curve_has_no_upper_limit() -> None:
     sizes = measure(np.random.default_rng(0), 3, 1.0, 0.001)
-    lower = [replace(size, arm=size.arm - 2.5) for size in sizes]
+    lower = [replace(size, arm=size.baseline - 2.5) for size in sizes]
     assert estimate_speed_ups(lower)[2].flops[2] is None
 
 

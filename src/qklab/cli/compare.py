@@ -1,7 +1,7 @@
 import dataclasses
 import shlex
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from tyro.conf import Positional
@@ -21,6 +21,9 @@ class CompareCommand:
         seeds: how many paired seeds in all; by default 5
         more: give the comparison that is there more: --seeds in all, or as many as fit into --minutes
         size: pico, nano, micro, mini, 34m, 51m or 124m; by default what fits the minutes, or pico
+        sizes: two or more sizes to compare at, each with as many tokens a parameter, instead of minutes: how the effect
+            changes with size, and how much more compute the standard attention would need
+        tokens_per_parameter: of each of the sizes; by default 10
         final_tokens: how much of validation and of test text is read at the end of a run; 0 for all of it; by default
             an eighth of what it trained on
         column: the field or column that holds the text, where files have several; by default text
@@ -37,6 +40,8 @@ class CompareCommand:
     minutes: float | None = None
     seeds: int | None = None
     size: str | None = None
+    sizes: tuple[str, ...] | None = None
+    tokens_per_parameter: float | None = None
     more: Annotated[bool, tyro.conf.arg(name="continue")] = False
     final_tokens: int | None = None
     column: str | None = None
@@ -58,11 +63,17 @@ class CompareCommand:
         given = {"column": self.column, "encoding": self.encoding, "skip_bad": self.skip_bad or None}
         reading = {name: value for name, value in given.items() if value is not None}
         request = compare.ComparisonRequest(
-            self.texts, self.arms, self.minutes, self.seeds, self.size, self.final_tokens, reading
+            *(self.texts, self.arms, self.minutes, self.seeds, self.size, self.final_tokens, reading),
+            *(self.sizes, self.tokens_per_parameter),
         )
         display = Terminal()
         executor = LocalExecutor(self.device, self.at_once, say=display.say)
-        folder = self.out or compare.default_comparison_folder(self.texts)
+        folder = self.out or compare.default_comparison_folder(self.texts, self.sizes)
+        words = ["qklab", "compare", "--out", str(folder), *(() if self.data is None else ("--data", str(self.data)))]
+        command = f"{shlex.join(words)} --continue --seeds {{total}}"
+        known = read_study_record(folder).spec if (folder / "study.json").exists() else None
+        if self.sizes is not None or (known is not None and known.sizes):
+            return self.execute_sizes(compare.plan_sizes(request, known), folder, display, command)
         if (folder / "study.json").exists():
             record = read_study_record(folder)
             began = record.spec.run(record.spec.baseline, record.spec.corpora[0], record.spec.lrs[0], 0)
@@ -81,8 +92,23 @@ class CompareCommand:
                 request, slots=executor.slots, at_once=self.at_once, data=self.data, say=display.say
             )
             executor.slots, spec, asked = plan.slots, plan.study, plan.to_record(request)
-        words = ["qklab", "compare", "--out", str(folder), *(() if self.data is None else ("--data", str(self.data)))]
-        command = f"{shlex.join(words)} --continue --seeds {{total}}"
         execution = compare.choose_execution(spec)
         study = Study(spec, folder, data=self.data, execution=execution, asked=asked)
         return execute_and_report(study, lambda: executor, display, command)
+
+    def execute_sizes(self, spec: Any, folder: Path, display: Any, command: str) -> int:
+        from qklab.cli.study import execute_sizes
+        from qklab.study.compare import choose_execution, choose_slots
+        from qklab.study.execute import Study
+        from qklab.study.executors.local import LocalExecutor
+
+        def make_study(part: Any, where: Path, minutes: float | None) -> Study:
+            return Study(part, where, data=self.data, execution=choose_execution(part), minutes=minutes)
+
+        def make_executor(part: Any) -> LocalExecutor:
+            executor = LocalExecutor(self.device, self.at_once, say=display.say)
+            first = part.run(part.baseline, part.corpora[0], part.lrs[0], 0)
+            executor.slots = choose_slots(executor.slots, first, self.at_once, True)
+            return executor
+
+        return execute_sizes(spec, folder, make_study, make_executor, display, command)

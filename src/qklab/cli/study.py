@@ -1,6 +1,7 @@
 import contextlib
 import dataclasses
 import shlex
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -71,27 +72,32 @@ class StudyCommand:
         if self.seeds is not None:
             spec = spec.replace(seeds=self.seeds)
         out = self.out or str(Path("runs") / encode_file_name(spec.name.replace(" ", "-").lower()))
-        remote = RemoteStudy(out, say=display.say) if is_url(out) else None
-        study = Study(
-            spec,
-            Path(out) if remote is None else remote.local,
-            data=self.data,
-            execution={"rows": self.rows, "population": self.population, "keep": self.keep},
-            remote=remote,
-            minutes=self.minutes,
-            only=self.only,
-        )
+        execution = {"rows": self.rows, "population": self.population, "keep": self.keep}
+        settings: dict[str, Any] = {"data": self.data, "execution": execution, "only": self.only}
         words = ["qklab", "study", str(self.file), "--out", out]
         for name in ("rows", "executor", "ray", "data"):
             if getattr(self, name) is not None:
                 words += [f"--{name}", str(getattr(self, name))]
         make = register.executor[self.executor or ("local" if self.ray is None else "ray")]
         address = None if self.ray == "local" else self.ray
+        command = f"{shlex.join(words)} --seeds {{total}}"
+
+        def make_executor() -> Any:
+            return make(self.device, self.at_once, address, display.say)
+
+        def make_study(part: Any, folder: Path, minutes: float | None) -> Study:
+            return Study(part, folder, minutes=minutes, **settings)
+
+        if spec.sizes:
+            if is_url(out):
+                raise ValueError(f"a study of several sizes needs a folder, but {out} came; name one with --out.")
+            return execute_sizes(
+                spec, Path(out), make_study, lambda _: make_executor(), display, command, minutes=self.minutes
+            )
+        remote = RemoteStudy(out, say=display.say) if is_url(out) else None
+        folder = Path(out) if remote is None else remote.local
         return execute_and_report(
-            study,
-            lambda: make(self.device, self.at_once, address, display.say),
-            display,
-            f"{shlex.join(words)} --seeds {{total}}",
+            Study(spec, folder, remote=remote, minutes=self.minutes, **settings), make_executor, display, command
         )
 
     def merge_slices(self) -> int:
@@ -103,10 +109,47 @@ class StudyCommand:
         return 0
 
 
-def execute_and_report(study: Any, make_executor: Callable[[], Any], display: Any, command: str) -> int:
-    """Do what is left of a study, print its answer and build its report."""
+def execute_sizes(
+    spec: Any,
+    folder: Path,
+    make_study: Callable[[Any, Path, float | None], Any],
+    make_executor: Callable[[Any], Any],
+    display: Any,
+    command: str,
+    minutes: float | None = None,
+) -> int:
+    """Do what is left of a study at each of its sizes in turn, print what holds across them, and build one report.
+
+    `make_study` makes the study of a size in its folder, with so many minutes left, and `make_executor` its executor.
+    """
     from qklab import report
-    from qklab.study.answer import write_answer
+    from qklab.study.across import compare_across
+    from qklab.study.answer import write_across, write_corpora
+    from qklab.study.parts import find_size_folder, read_parts
+    from qklab.study.records import StudyRecord, explain_file_errors
+    from qklab.study.sizes import split_sizes
+
+    parts = split_sizes(spec)
+    for part in parts.values():  # all of it, before anything runs
+        part.refuse_illegal()
+    if (folder / "runs").exists():
+        raise ValueError(f"{folder} holds a study of one size; choose another folder with --out.")
+    with explain_file_errors():
+        folder.mkdir(parents=True, exist_ok=True)
+        StudyRecord(spec, []).write(folder)
+    until = None if minutes is None else time.monotonic() + 60 * minutes
+    for size, part in parts.items():
+        left = None if until is None else max(0.01, (until - time.monotonic()) / 60)
+        study = make_study(part, find_size_folder(folder, size), left)
+        results, analyses = carry_out_study(study, lambda part=part: make_executor(part), display, command)
+        print(f"\n{size}\n\n{write_corpora(part, results, analyses)}")
+    print(f"\n{write_across(compare_across(*read_parts(folder)))}")
+    print(f"\nThe pictures: {report.build_report([folder], folder / 'report.html')}")
+    return 0
+
+
+def carry_out_study(study: Any, make_executor: Callable[[], Any], display: Any, command: str) -> tuple[Any, Any]:
+    """Do what is left of a study, and count the analysis; its results, and the analyses it has had."""
     from qklab.study.records import read_analyses
 
     try:
@@ -121,6 +164,15 @@ def execute_and_report(study: Any, make_executor: Callable[[], Any], display: An
                 study.remote.fetch_records(checkpoints=True)
     finally:
         display.close()
+    return results, analyses
+
+
+def execute_and_report(study: Any, make_executor: Callable[[], Any], display: Any, command: str) -> int:
+    """Do what is left of a study, print its answer and build its report."""
+    from qklab import report
+    from qklab.study.answer import write_answer
+
+    results, analyses = carry_out_study(study, make_executor, display, command)
     print(f"\n{write_answer(study.spec, results, analyses)}")
     print(f"\nThe pictures: {report.build_report([study.folder], study.folder / 'report.html')}")
     if study.remote is not None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import qklab
-from qklab.report.folders import RecordedRun, RunGroup, read_groups
+from qklab.report.folders import RecordedRun, RunGroup, read_across, read_groups
 from qklab.report.learning import compare_learning
 from qklab.report.maps import MapCache
 from qklab.runs.directory import RunDirectory
@@ -42,6 +42,7 @@ def gather_data(paths: Sequence[Path], maps: MapCache | None = None) -> dict[str
         "version": qklab.__version__,
         "metrics": [metric.describe() for metric in metrics],
         "groups": [describe_group(group, metrics, maps) for group in read_groups(paths)],
+        "across": read_across(paths),
     }
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from qklab.runs.directory import RunDirectory, RunError
+from qklab.study.across import compare_across
 from qklab.study.findings import Findings, derive_findings
+from qklab.study.parts import find_size_folder, read_parts
 from qklab.study.plan import PlannedRun
 from qklab.study.records import RunResult, read_analyses, read_study_record, sum_up_ledger
 from qklab.study.spec import StudySpec
@@ -84,10 +86,28 @@ def read_groups(paths: Sequence[Path]) -> list[RunGroup]:
     plain: list[Path] = []
     for path in find_folders(paths):
         if (path / "study.json").exists():
-            groups += group_study(path)
+            groups += [group for study in find_parts(path) for group in group_study(study)]
         else:
             plain.append(path)
     return groups + group_plain_runs(plain)
+
+
+def find_parts(folder: Path) -> list[Path]:
+    """The folders that hold a study's runs: those of its sizes that have begun, or its own."""
+    sizes = [find_size_folder(folder, entry["name"]) for entry in read_study_record(folder).spec.sizes]
+    return [size for size in sizes if (size / "study.json").exists()] if sizes else [folder]
+
+
+def read_across(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """What each study at or below the paths says across its sizes and corpora, and of published figures."""
+    found: list[dict[str, Any]] = []
+    for path in find_folders(paths):
+        if (path / "study.json").exists():
+            study, parts = read_parts(path)
+            across = compare_across(study, parts)
+            if not across.is_empty:
+                found.append({"title": study.name} | across.to_dict())
+    return found
 
 
 def find_folders(paths: Sequence[Path]) -> Iterator[Path]:

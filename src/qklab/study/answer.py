@@ -3,8 +3,10 @@
 import math
 from collections.abc import Sequence
 
+from qklab.study.across import AcrossFindings, compare_across
 from qklab.study.findings import Findings, average_corpora, derive_findings
 from qklab.study.metrics import find_metric
+from qklab.study.parts import StudyPart
 from qklab.study.plan import write_number
 from qklab.study.records import Analyses, RunResult
 from qklab.study.spec import StudySpec
@@ -13,10 +15,28 @@ from qklab.study.stats.tuning import RateSensitivity
 
 def write_answer(study: StudySpec, results: Sequence[RunResult], analyses: Analyses | None = None) -> str:
     """For each corpus the headline, a verdict and the cost of every arm, a table, and what would settle open cases;
-    then for their mean, where it says something."""
+    then what holds across corpora, and of published figures."""
+    across = write_across(compare_across(study, [StudyPart(study, results)]))
+    return "\n\n".join(part for part in (write_corpora(study, results, analyses), across) if part)
+
+
+def write_corpora(study: StudySpec, results: Sequence[RunResult], analyses: Analyses | None = None) -> str:
+    """What is found on each corpus, and for their mean, where it says something."""
     each = [derive_findings(study, results, corpus, analyses) for corpus in study.corpora]
     average = average_corpora(study, each)
     return "\n\n".join(write_findings(study, own) for own in [*each, *([] if average is None else [average])])
+
+
+def write_across(found: AcrossFindings) -> str:
+    """What holds across sizes and corpora, and the words for published figures."""
+    blocks = [
+        ("Across sizes", [*(s for arm in found.sizes for s in arm.sentences), *(c.sentence for c in found.compute)]),
+        ("Across corpora", [each.sentence for each in found.corpora]),
+        ("Published", [f"{each.id} ({each.source}): {each.verdict.sentence}" for each in found.claims]),
+        ("Left open", found.notes),
+    ]
+    told = [(name, [line for line in lines if line]) for name, lines in blocks]
+    return "\n\n".join("\n".join([f"{name}:", *(f"- {line}" for line in lines)]) for name, lines in told if lines)
 
 
 def write_findings(study: StudySpec, findings: Findings) -> str:

@@ -15,15 +15,14 @@ from qklab.schema import suggest_name
 from qklab.study.executors import WorkerSlots
 from qklab.study.plan import count_runs, write_rounded
 from qklab.study.records import StudyRecord, read_analyses, read_results
-from qklab.study.sizes import SIZES, count_runs_together, find_size, measure_arm_speed, share_gpus
-from qklab.study.spec import StudyError, StudySpec
+from qklab.study.sizes import SIZES, TOKENS_PER_PARAMETER, count_runs_together, find_size, measure_arm_speed, share_gpus
+from qklab.study.spec import DEFAULT_LR, StudyError, StudySpec
 from qklab.study.tuning import find_grids
 from qklab.train.progress import format_duration
 from qklab.train.spec import FINAL_SHARE, RunSpec
 
 BASELINE = "standard"
 DEFAULT = (BASELINE, "leapfrog", "affine", "k=v", "qk-norm")
-TOKENS_PER_PARAMETER = 10.0  # with fewer a larger model is only further from the end of its training
 SPLITS = {"valid": 0.02, "test": 0.03}
 START = {"cpu": 2.0, "cuda": 20.0}  # seconds that a run takes beside its steps and evaluations
 COMPILING = 60.0  # seconds that all populations take beside that, since only the first one's compiling is waited for
@@ -33,7 +32,7 @@ LEAST_READ = 16_384  # tokens that tell losses apart by about 0.03
 LEAST_BYTES, BYTES_PER_TOKEN = 8_000_000, 8  # more than a token has, and so enough
 LEAST_STEPS = 20
 COMPILED = 3000  # steps of a run on a GPU that make up for the time it takes to compile it
-MARGIN = 0.01
+MARGIN, MARGIN_IN_BITS = 0.01, 0.004  # nats per token, and about as much in bits per byte
 TASK_MARGIN = 1.0  # percentage points of accuracy
 TASK_SEQUENCES = 32
 MINUTES = 5.0  # that --continue adds
@@ -57,8 +56,14 @@ class ComparisonRequest:
     size: str | None = None
     final_tokens: int | None = None
     reading: dict[str, Any] = field(default_factory=dict)
+    sizes: tuple[str, ...] | None = None
+    tokens_per_parameter: float | None = None
 
     def __post_init__(self) -> None:
+        if self.sizes is not None:
+            self.refuse_unusable_sizes(self.sizes)
+        elif self.tokens_per_parameter is not None:
+            raise StudyError("--tokens-per-parameter is of --sizes; name two sizes or more, or leave it out.")
         if self.minutes is not None and not 0 < self.minutes < 1e6:
             raise StudyError(f"minutes must be a number above 0, but {self.minutes:g} came.")
         if self.size is not None and self.size not in SIZES:
@@ -76,10 +81,26 @@ class ComparisonRequest:
             raise StudyError("tasks are compared by accuracy and texts by loss, but both came; compare them apart.")
         return any(tasks)
 
+    def refuse_unusable_sizes(self, sizes: tuple[str, ...]) -> None:
+        if self.asks_tasks:
+            raise StudyError("--sizes compares on text, in bits per byte, but a task came; leave --sizes out.")
+        for name, value in (("minutes", self.minutes), ("size", self.size)):
+            if value is not None:
+                raise StudyError(
+                    f"--sizes fixes how many tokens each size gets, so --{name} has nothing to say; leave it out, or "
+                    "set --tokens-per-parameter."
+                )
+        unknown = next((size for size in sizes if size not in SIZES), None)
+        if unknown is not None or len({*sizes}) < max(2, len(sizes)):
+            came = suggest_name(unknown, SIZES) if unknown is not None else ""
+            raise StudyError(
+                f"sizes must be two or more different ones of {', '.join(SIZES)}{came}, but {', '.join(sizes)} came."
+            )
+
     def fill_defaults(self) -> "ComparisonRequest":
         """As a comparison is begun; study.json keeps it, by which the same command is known again."""
-        size = SMALLEST if self.minutes is None and self.size is None else self.size
-        return replace(self, size=size, seeds=SEEDS if self.seeds is None else self.seeds)
+        alone = self.minutes is None and self.size is None and self.sizes is None
+        return replace(self, size=SMALLEST if alone else self.size, seeds=SEEDS if self.seeds is None else self.seeds)
 
 
 @dataclass(frozen=True)
@@ -274,6 +295,30 @@ def adapt_to_tasks(base: Mapping[str, Any], tasks: Sequence[str]) -> dict[str, A
     return kept | {"model": model, "attention": attention, "batch": {"sequences": TASK_SEQUENCES}}
 
 
+def plan_sizes(request: ComparisonRequest, known: StudySpec | None = None) -> StudySpec:
+    """The comparison at several sizes of the ladder, each with its own vocabulary, context and learning rates and as
+    many tokens a parameter: in bits per byte, since nats per token of different vocabularies do not compare.
+
+    `known`: the one that the folder holds, which is gone on with where the sizes are left open.
+    """
+    if known is not None and not known.sizes:
+        raise StudyError("the folder holds a comparison at one size; choose another with --out.")
+    seeds = request.seeds if request.seeds is not None or known is None else known.seeds
+    if request.sizes is None:
+        assert known is not None
+        return known.replace(seeds=seeds)
+    rate, entries = request.tokens_per_parameter or TOKENS_PER_PARAMETER, list[dict[str, Any]]()
+    for size in sorted(request.sizes, key=[*SIZES].index):
+        trial = make_study(size, request, 2**20)
+        run = trial.run(trial.baseline, trial.corpora[0], trial.lrs[0], 0)
+        base = make_study(size, request, round(rate * run.model.parameters())).base
+        own = {"corpus": {"limit_bytes": base["corpus"]["limit_bytes"]}, "evaluation": base["evaluation"]}
+        entries.append({"name": size, "tokens_per_parameter": rate, "extend": trial.extend} | own)
+    values = make_study(entries[0]["name"], replace(request, seeds=seeds), 2**20).to_dict()
+    own = {"lrs": [DEFAULT_LR], "extend": 0, "base": {"corpus": SPLITS | request.reading}, "sizes": entries}
+    return StudySpec.from_dict(values | own | {"metric": "bits_per_byte", "margin": MARGIN_IN_BITS})
+
+
 # A comparison that is there
 
 
@@ -348,6 +393,6 @@ def choose_execution(study: StudySpec) -> dict[str, Any]:
     return {"compile": "auto" if steps is None or steps * together >= COMPILED else "no"}
 
 
-def default_comparison_folder(texts: Sequence[str]) -> Path:
+def default_comparison_folder(texts: Sequence[str], sizes: Sequence[str] | None = None) -> Path:
     """Where a comparison lives unless told otherwise."""
-    return Path("comparisons") / ("-".join(Path(text).name for text in texts) or "stdlib")
+    return Path("comparisons") / (("-".join(Path(text).name for text in texts) or "stdlib") + "-sizes" * bool(sizes))

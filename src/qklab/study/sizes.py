@@ -2,18 +2,23 @@
 
 import dataclasses
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from qklab.data.spec import DataSpec
 from qklab.model.decoder import Decoder
 from qklab.model.recipes import recipe
 from qklab.model.stack import stack
+from qklab.schema import SpecError, suggest_name
 from qklab.study.executors import WorkerSlots
-from qklab.study.spec import StudySpec
+from qklab.study.metrics import find_metric
+from qklab.study.spec import DEFAULT_LR, StudySpec
 from qklab.train.objective import Objective
 from qklab.train.population import choose_population_size
+from qklab.train.settings import merge_settings
 from qklab.train.spec import RunSpec
 
 
@@ -52,8 +57,85 @@ SIZES: dict[str, Size] = {  # from small to large
     "51m": Size({"model": {"recipe": "51m"}, "corpus": {"vocab": 16_384}, "batch": {"sequences": 32}}, (1e-3, 3e-3)),
     "124m": Size({"model": {"recipe": "124m"}, "corpus": {"vocab": 16_384}, "batch": {"sequences": 32}}, (6e-4, 2e-3)),
 }
+TOKENS_PER_PARAMETER = 10.0  # with fewer a larger model is only further from the end of its training
 ON_A_GPU = 2  # populations that share one: while one is trained the next is compiled
 COMPILING_GAINS = 4.5  # how many times faster a population's step is once it is compiled
+
+
+def split_sizes(study: StudySpec) -> dict[str, StudySpec]:
+    """Size → the study at that size alone, from the first to the last: the ladder's settings, over them the study's
+    base, over that what is the size's own. All arms of a size train on as many tokens, so many per parameter of the
+    baseline."""
+    if "budget" in study.base:
+        raise SpecError(
+            "base: every size has a budget of its own in tokens a parameter; leave base.budget out and set "
+            "tokens_per_parameter in sizes.",
+            "base",
+        )
+    found = {entry["name"]: resolve_size(study, entry) for entry in study.sizes}
+    metric = find_metric(study.metric)
+    for corpus in study.corpora if metric.needs_one_tokenizer else ():
+        specs = {size: one.run(one.baseline, corpus, one.lrs[0], 0).corpus for size, one in found.items()}
+        (first, own), *others = specs.items()
+        differing = next((size for size, spec in others if name_tokenizer(spec) != name_tokenizer(own)), None)
+        if differing is not None:
+            raise SpecError(
+                f"sizes {first} and {differing} have different tokenizers ({describe_tokenizer(own)} and "
+                f"{describe_tokenizer(specs[differing])}), and {metric.unit} compare under one only; set "
+                "metric='bits_per_byte', or one corpus.vocab and corpus.limit_bytes in base.",
+                "sizes",
+            )
+    return found
+
+
+def resolve_size(study: StudySpec, entry: Mapping[str, Any]) -> StudySpec:
+    """The study at one size."""
+    own, name = dict(entry), entry["name"]
+    ladder = SIZES.get(own.pop("name"))
+    if ladder is None and "model" not in own:
+        raise SpecError(
+            f"sizes: there is no size {name!r}{suggest_name(name, SIZES)}; the ladder has {', '.join(SIZES)}, and a "
+            "size of your own needs its model.",
+            "sizes",
+        )
+    rate, lrs, arms, extend = (own.pop(key, None) for key in ("tokens_per_parameter", "lrs", "arms", "extend"))
+    rate = TOKENS_PER_PARAMETER if rate is None else rate
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < 1e6:
+        raise SpecError(f"sizes: tokens_per_parameter of {name} must be a number above 0, but {rate!r} came.", "sizes")
+    for arm in arms or ():
+        if arm not in study.arms:
+            known = f"{', '.join(study.arms)}{suggest_name(arm, study.arms)}"
+            raise SpecError(f"sizes: {name} names the arm {arm!r}, which is none of {known}.", "sizes")
+    base = merge_settings(merge_settings({} if ladder is None else ladder.settings, study.base), own)
+    kept = [arm for arm in study.arms if arms is None or arm in arms or arm == study.baseline]
+    part = study.replace(
+        name=f"{study.name}, {name}",
+        sizes=[],
+        claims=(),
+        arms={arm: study.arms[arm] for arm in kept},
+        lrs=lrs or (study.lrs if ladder is None or study.lrs != [DEFAULT_LR] else ladder.lrs),
+        extend=study.extend if extend is None else extend,
+        base=base | {"budget": {"tokens": 2**20}},
+    )
+    try:
+        parameters = part.run(part.baseline, part.corpora[0], part.lrs[0], 0).model.parameters()
+    except SpecError as error:
+        raise SpecError(f"size {name}: {error}", error.field, error.nearest) from None
+    return part.replace(base=base | {"budget": {"tokens": round(rate * parameters)}})
+
+
+def name_tokenizer(corpus: DataSpec) -> tuple[Any, ...]:
+    """What tells tokenizers apart: those of the kind bpe are made from the corpus itself."""
+    if corpus.tokenizer != "bpe":
+        return (corpus.tokenizer,)
+    return corpus.tokenizer, corpus.vocab, corpus.source, corpus.limit_bytes
+
+
+def describe_tokenizer(corpus: DataSpec) -> str:
+    if corpus.tokenizer != "bpe":
+        return corpus.tokenizer
+    limit = "" if corpus.limit_bytes is None else f", limit_bytes={corpus.limit_bytes:,}"
+    return f"vocab={corpus.vocab:,}{limit}"
 
 
 def find_size(study: StudySpec) -> str:

@@ -29,6 +29,7 @@ from qklab.study.metrics import find_metric, list_metrics
 from qklab.train.settings import merge_settings, read_toml, resolve_run
 from qklab.train.spec import RunSpec
 
+DEFAULT_LR = 3e-3
 MATCHES = ("tokens", "seconds", "flops", "parameters")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._=+-]{0,59}")
 
@@ -76,6 +77,18 @@ def check_corpora(value: Any) -> Any:
     return names
 
 
+def check_sizes(value: Any) -> Any:
+    entries = (
+        [{"name": one} if isinstance(one, str) else one for one in value] if isinstance(value, list | tuple) else None
+    )
+    if entries is None or not all(isinstance(one, Mapping) and isinstance(one.get("name"), str) for one in entries):
+        raise ValueError("must be a list of sizes, each a name or a table with one")
+    names = [one["name"].casefold() for one in entries]
+    if len(set(names)) < len(names) or not all(NAME.fullmatch(name) for name in names):
+        raise ValueError("must have different names of letters, digits, spaces and . _ = + -")
+    return [dict(one) for one in entries]
+
+
 @dataclass(frozen=True, kw_only=True)
 class StudySpec(Spec):
     """Arms × seeds × corpora × learning rates, and how they will be compared.
@@ -98,6 +111,8 @@ class StudySpec(Spec):
         analyses: How often the study may be judged, if seeds are added after an interim analysis; each gets its part of
             `alpha`.
         margin: A difference of the metric that does not matter to you.
+        sizes: Where the study is repeated at several sizes: names of the ladder, or tables with a `name`, and what is
+            that size's own: `tokens_per_parameter`, `lrs`, `extend`, `arms` (some of these), and settings of a run.
         claims: Published figures that arms stand for, each judged by a word of its own; in a file also `claim`, one.
     """
 
@@ -106,7 +121,7 @@ class StudySpec(Spec):
     arms: dict[str, dict[str, Any]] = checked_field(check_arms)
     base: dict[str, Any] = checked_field(check_settings, None)
     corpora: list[str] = checked_field(check_corpora, ("stdlib",))
-    lrs: list[float] = checked_field(check_learning_rates, (3e-3,))
+    lrs: list[float] = checked_field(check_learning_rates, (DEFAULT_LR,))
     extend: int = integer_field(0, at_least=0, at_most=10)
     seeds: int = integer_field(3, at_most=1000)
     tuning_seeds: int = integer_field(1, at_most=1000)
@@ -115,6 +130,7 @@ class StudySpec(Spec):
     alpha: float = number_field(0.05, above=0.0, at_most=0.5)
     analyses: int = integer_field(1, at_most=100)
     margin: float = number_field(0.01, above=0.0)
+    sizes: list[dict[str, Any]] = checked_field(check_sizes, ())
     claims: tuple[Claim, ...] = spec_list_field(Claim)
 
     rules: ClassVar[tuple[Rule, ...]] = (

@@ -108,15 +108,15 @@ def predict_effect(
 
 @dataclass(frozen=True)
 class SizeMeasurement:
-    """What one size has to say of an arm: FLOPs of a run, and by seed the loss and the throughput of both arms."""
+    """What one size has to say of an arm: FLOPs of a run, and by seed the loss of both arms and how many times the
+    baseline's throughput the arm has; of a size that has only the baseline no more than that."""
 
-    parameters: float
+    size: str
     baseline_flops: float
-    arm_flops: float
     baseline: Array
-    arm: Array
-    baseline_speed: Array
-    arm_speed: Array
+    arm_flops: float | None = None
+    arm: Array | None = None
+    speed: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class SpeedUp(Statistic):
     faster. high None: no upper limit, since the loss may lie below all that the curve reaches. `beyond`: more compute
     than the largest run of the baseline had."""
 
-    parameters: float
+    size: str
     level: float
     flops: tuple[float, float, float | None]
     seconds: tuple[float, float, float | None]
@@ -193,19 +193,30 @@ def estimate_speed_ups(measured: Sequence[SizeMeasurement], level: float = 0.95)
     curve = fit_compute_curve(flops, losses)
     if not curve.exponent[0] > 0 or means[flops.argmax()] >= means[flops.argmin()]:
         raise ValueError("The baseline's loss does not fall with compute, so no compute makes up for a difference.")
-    return [find_speed_up(size, w, curve, flops.max(), level) for size, w in zip(measured, weights, strict=True)]
+    found = [find_speed_up(size, w, curve, flops.max(), level) for size, w in zip(measured, weights, strict=True)]
+    return [each for each in found if each is not None]
 
 
-def find_speed_up(size: SizeMeasurement, weights: Array, curve: ComputeCurve, most: float, level: float) -> SpeedUp:
+def hold_out_largest(flops: Array, losses: Array) -> float:
+    """The loss of the run with the most compute, as the curve through the others has it."""
+    order = np.argsort(flops)
+    return float(fit_compute_curve(flops[order][:-1], losses[order][:-1]).predict(flops[order][-1]))
+
+
+def find_speed_up(
+    size: SizeMeasurement, weights: Array, curve: ComputeCurve, most: float, level: float
+) -> SpeedUp | None:
+    if size.arm is None or size.arm_flops is None or size.speed is None:
+        return None
     difference = weights @ (size.arm - size.baseline)
     falling = curve.scale * size.baseline_flops**-curve.exponent  # what is left above the floor
     with np.errstate(invalid="ignore", divide="ignore"):
         gained = -np.log1p(np.maximum(difference / falling, -1.0)) / curve.exponent
     gained = np.clip(np.where(curve.exponent > 0, gained, np.inf), -math.log(MOST), math.log(MOST))
-    seconds = weights @ np.log(size.arm_speed / size.baseline_speed)
+    seconds = weights @ np.log(size.speed)
     in_flops = gained + math.log(size.baseline_flops / size.arm_flops)
     return SpeedUp(
-        size.parameters,
+        size.size,
         level,
         find_ratio_interval(in_flops, gained, len(size.arm), level),
         find_ratio_interval(gained + seconds, gained, len(size.arm), level),

@@ -291,12 +291,12 @@ def describe_size_trend(arm: str, corpus: str, trend: SizeTrend, words: VerdictS
 def describe_speed_up(arm: str, baseline: str, found: SpeedUp) -> str:
     def write(ratio: tuple[float, float, float | None]) -> str:
         high = "no upper limit" if ratio[2] is None else f"{ratio[2]:.3g}"
-        return f"{ratio[0]:.3g} times ({100 * found.level:.3g} % interval {ratio[1]:.3g} to {high})"
+        return f"({100 * found.level:.3g} % interval {ratio[1]:.3g} to {high})"
 
     beyond = " That is more compute than any of its runs had: extrapolated." if found.beyond else ""
     return (
-        f"To reach the loss of {arm} at {found.size}, {baseline} needs {write(found.flops)} its FLOPs and "
-        f"{write(found.seconds)} its time.{beyond}"
+        f"To reach the loss of {arm} at {found.size}, {baseline} needs {found.flops[0]:.3g} times the FLOPs "
+        f"{write(found.flops)} and {found.seconds[0]:.3g} times the time {write(found.seconds)}.{beyond}"
     )
 
 

@@ -250,5 +250,6 @@ def write_change(effect: Contrast) -> str:
 
 
 def write_count(parameters: float) -> str:
-    """Millions or billions of parameters: 1.6 M, 60 M, 1.2 B."""
-    return f"{parameters / 1e9:.3g} B" if parameters >= 1e9 else f"{parameters / 1e6:.3g} M"
+    """Thousands, millions or billions of parameters: 98.5 k, 60 M, 1.2 B."""
+    unit, letter = next((u, each) for u, each in ((1e9, "B"), (1e6, "M"), (1e3, "k")) if parameters >= u or u == 1e3)
+    return f"{parameters / unit:.3g} {letter}"

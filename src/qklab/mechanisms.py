@@ -44,6 +44,7 @@ def list_mechanisms() -> list[AttentionSpec]:
         spec(sinks=True),
         spec(exclusive=True),
         spec(window=16),
+        spec(share="k=v", norm="qk", value_norm=True),
         spec(share="k=v", kv_heads=2, coupling=CouplingSpec(kind="affine"), norm="qk", mix="differential"),
     ]
 

@@ -69,6 +69,9 @@ def prepared(spec: AttentionSpec, state: State, xs: Heads, positions: list[int],
         v = [half_delayed(v, i, positions[i]) for i in range(len(v))]
     else:
         pairs = [couple(spec, state, *pair) for pair in zip(q, k, strict=True)]
+    if spec.value_norm:
+        own = [k if value is None else value for (_, k), value in zip(pairs, v, strict=True)]
+        v = [[rms_norm(value, spec.norm_eps) for value in heads] for heads in own]
     pairs = [normalise(spec, state, *pair) for pair in pairs]
     done = [rotate(spec, *pair, own, p) for pair, own, p in zip(pairs, v, positions, strict=True)]
     if spec.key_shift:
@@ -292,7 +295,7 @@ def normalise(spec: AttentionSpec, state: State, q: Heads, k: Heads) -> tuple[He
         return q, k
     q = [rms_norm(query, spec.norm_eps) * state["normalise.query_gain"] for query in q]
     k = [rms_norm(key, spec.norm_eps) for key in k]
-    if spec.share in ("k=v", "q=k=v"):
+    if spec.share in ("k=v", "q=k=v") and not spec.value_norm:
         return q, k
     return q, [key * state["normalise.key_gain"] for key in k]
 
@@ -326,7 +329,7 @@ def rotate(spec: AttentionSpec, q: Heads, k: Heads, v: Heads | None, p: int) -> 
 def undone(spec: AttentionSpec, o: Tensor, position: int) -> Tensor:
     """Where the rotated key was the value, the rotation leaves the output at the query's position."""
     came_along = spec.share in ("k=v", "q=k=v") and spec.position == "rope" and spec.kv_rotation == "once"
-    return head_turned(spec, o, -position) if came_along else o
+    return head_turned(spec, o, -position) if came_along and not spec.value_norm else o
 
 
 def sinusoids(row: int, column: int, channels: int = 10) -> list[float]:

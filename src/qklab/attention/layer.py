@@ -17,6 +17,7 @@ from qklab.attention.positions import Positions, find_positions, find_slots
 from qklab.attention.project import Latent, Projected, Projection
 from qklab.attention.spec import AttentionSpec
 from qklab.attention.visibility import Visibility, find_visibility
+from qklab.ops.norm import rms_norm
 
 
 class Attention(nn.Module):
@@ -79,7 +80,7 @@ class Attention(nn.Module):
             self.watched.copy_(torch.maximum(self.watched, largest))
         o = self.mix(q, stored, x, visibility, bias)
         if self.spec.exclusive:  # before the rotation is undone, in which the own value is the own key as it is stored
-            o = self.mix.exclude(o, self.mix.values(KeyValue(k, v)))
+            o = self.mix.exclude(o, self.mix.values(KeyValue(k, v, make=self.make)))
         o = self.mix.finish(self.rotate.undo(o, positions))
         return self.output((o if self.gate is None else self.gate(o, x)).flatten(2))
 
@@ -98,19 +99,32 @@ class Attention(nn.Module):
             q, k, v = self.project(x)
             if self.convolve is not None:
                 k, v = self.convolve(k, v, past)
-            if couple is not None and couple.fuses and self.normalise.fuses and self.recorder is None:
+            fuses = self.normalise.fuses and self.recorder is None and self.make is None
+            if couple is not None and couple.fuses and fuses:
                 q, k = couple.fuse(q, k, self.normalise.operand(), positions.angles, self.rotate.turns_key)
-                return q, k if self.shift is None else self.shift(k, past), v, past.seen
+                return q, k if self.shift is None else self.shift(k, past), self.normalise_value(v), past.seen
             self.record("project", q, k, v)
             if isinstance(couple, LookbackCoupling):
                 q, k, v = couple(q, k, v, past)
             elif couple is not None:
                 q, k = couple(q, k)
         self.record("couple", q, k, v)
-        q, k = self.normalise(q, k)
-        self.record("normalise", q, k, v)
+        normalised, v = self.normalise(q, k), self.normalise_value(v)
+        self.record("normalise", *normalised, v if self.make is None else self.make(k)[1])
+        q, k = normalised if self.make is None else (normalised[0], k)
         q, k = self.rotate(q, k, positions)
         return q, k if self.shift is None else self.shift(k, past), v, past.seen
+
+    def normalise_value(self, v: Tensor | None) -> Tensor | None:
+        return rms_norm(v, None, self.spec.norm_eps) if self.spec.value_norm and v is not None else v
+
+    def make_both(self, stored: Tensor) -> tuple[Tensor, Tensor]:
+        """The key, not yet turned, and the value from what both are made of."""
+        return self.normalise.normalise_key(stored), rms_norm(stored, None, self.spec.norm_eps)
+
+    @property
+    def make(self) -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
+        return self.make_both if self.spec.makes_both_on_reading else None
 
     def couple_latents(self, project: Latent, x: Tensor) -> Projected:
         """Stages 1 and 2 of MLA: it is the latents that are coupled, before heads are made of them."""
@@ -128,7 +142,7 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.append(k, v) if v is not None else (*cache.append(k), None)
             cache.remember(seen)
-        return KeyValue(k, v, positions=None if self.rotate.turns_key else positions)
+        return KeyValue(k, v, positions=None if self.rotate.turns_key else positions, make=self.make)
 
     def record(self, stage: str, *given: Any) -> None:
         if self.recorder is not None:

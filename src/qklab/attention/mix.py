@@ -7,6 +7,7 @@ heads' outputs [B, T, H, D]. `finish` is what remains to be done after stage 4 h
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -33,11 +34,14 @@ class KeyValue(NamedTuple):
     value: Tensor | None = None  # None: the key is the value, or its first `value_width` entries are
     value_width: int | None = None
     positions: Positions | None = None  # where the key is stored unturned, and turns when it is compared
+    make: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None  # key (unturned) and value of what is stored instead
 
     def separate(self) -> tuple[Tensor, Tensor]:
         """Keys as they are compared, and values."""
-        key = self.key if self.positions is None else rotate_every(self.key, self.positions)
-        return key, self.key[..., : self.value_width] if self.value is None else self.value
+        key, value = self.key, self.key[..., : self.value_width] if self.value is None else self.value
+        if self.make is not None:
+            key, value = self.make(self.key)
+        return key if self.positions is None else rotate_every(key, self.positions), value
 
 
 def attend(
@@ -75,7 +79,8 @@ def attend(
 
 def attend_cached(q: Tensor, stored: KeyValue, scale: float, visibility: Visibility, sinks: Tensor | None) -> Tensor:
     within = render_range(visibility)
-    if stored.positions is not None and visibility.window is not None:  # so few keys may as well turn beforehand
+    if stored.make is not None or (stored.positions is not None and visibility.window is not None):
+        # a window's few keys may as well turn beforehand
         return decode(q, *stored.separate(), scale=scale, sinks=sinks, **within)
     table = None if stored.positions is None else stored.positions.every_table
     width = stored.value_width

@@ -28,6 +28,10 @@ class Normalisation(nn.Module):
         """q [B, T, H, D], k [B, T, G, D] → the same shapes."""
         return q, k
 
+    def normalise_key(self, k: Tensor) -> Tensor:
+        """k [B, S, G, D] alone, where keys are stored before this and made on reading."""
+        return self(k, k)[1]
+
     def operand(self) -> Norm | None:
         """This norm for the operation that couples, normalises and rotates in one pass."""
         return None
@@ -58,7 +62,7 @@ class QKNorm(Normalisation):
     """u ↦ g ⊙ u / √(mean(u²) + eps) over D, for q [B, T, H, D] and k [B, T, G, D]; gains [D] shared by all heads.
 
     Where the key is also the value only the query has a gain: a gain does not commute with RoPE, so the key's could not
-    be taken back out of the value.
+    be taken back out of the value. With a norm of its own the value is the key before both, and the key has its gain.
     """
 
     label = "qk-norm"
@@ -69,7 +73,11 @@ class QKNorm(Normalisation):
         super().__init__(spec)
         self.eps = spec.norm_eps
         self.query_gain = nn.Parameter(torch.ones(spec.head_width))
-        self.key_gain = None if spec.key_is_value else nn.Parameter(torch.ones(spec.head_width))
+        self.key_gain = nn.Parameter(torch.ones(spec.head_width)) if self.gains_key(spec) else None
+
+    @staticmethod
+    def gains_key(spec: AttentionSpec) -> bool:
+        return spec.value_norm or not spec.key_is_value
 
     def reset(self, generator: torch.Generator | None = None) -> None:
         for gain in self.parameters():
@@ -83,8 +91,8 @@ class QKNorm(Normalisation):
 
     @classmethod
     def formula_of(cls, spec: AttentionSpec) -> str:
-        return f"q ← g_q ⊙ q/rms(q) ; k ← {'' if spec.key_is_value else 'g_k ⊙ '}k/rms(k)"
+        return f"q ← g_q ⊙ q/rms(q) ; k ← {'g_k ⊙ ' if cls.gains_key(spec) else ''}k/rms(k)"
 
     @classmethod
     def parameters_of(cls, spec: AttentionSpec) -> int:
-        return spec.head_width * (1 if spec.key_is_value else 2)
+        return spec.head_width * (1 + cls.gains_key(spec))

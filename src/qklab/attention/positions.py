@@ -86,7 +86,7 @@ def find_positions(spec: AttentionSpec, slots: TokenSlots, dtype: torch.dtype) -
     if not slots.cached:
         return Positions(new, angles)
     tables = None if torch.compiler.is_compiling() else rope_tables(angles)
-    if spec.kv_rotation != "on-read":
+    if spec.rotation.turns_key:
         return Positions(new, angles, tables)
     if spec.window is not None:
         return Positions(new, angles, tables, every_angles=turn_at(count_from(slots.starts, slots.every)))

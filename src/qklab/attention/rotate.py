@@ -157,4 +157,6 @@ def choose_rotation(spec: AttentionSpec) -> type[Unrotated]:
         return Unrotated
     if spec.latent is not None:
         return RopeLatent
+    if spec.makes_both_on_reading:
+        return RopeOnRead
     return KV_ROTATIONS[spec.kv_rotation] if spec.key_is_value else Rope

@@ -208,7 +208,9 @@ class AttentionSpec(Spec):
         short_conv: Keys and values are convolved over so many tokens, their own and those before, entry by entry.
         coupling: How q and k evolve together.
         norm: "qk" normalises queries and keys.
-        norm_eps: Its epsilon, and that of the latents' norm and of cca's.
+        norm_eps: Its epsilon, and that of the norms of latents, of values and of cca.
+        value_norm: Divide values by their root mean square. A key that is the value is so before its own norm and
+            rotation then, and both are made on reading.
         position: "learned" positions live in the decoder.
         rope_base: Base of RoPE's frequencies.
         rope_fraction: Share of a head that RoPE turns.
@@ -236,6 +238,7 @@ class AttentionSpec(Spec):
     coupling: CouplingSpec | None = spec_field(CouplingSpec, None)
     norm: str = choice_field("none", register.norm)
     norm_eps: float = number_field(1e-6, above=0.0, at_most=1.0)
+    value_norm: bool = boolean_field(False)
     position: str = choice_field("rope", POSITIONS)
     rope_base: float = number_field(10_000.0, above=1.0)
     rope_fraction: float = number_field(1.0, above=0.0, at_most=1.0)
@@ -285,6 +288,7 @@ class AttentionSpec(Spec):
         latent_refuses("short_conv", "keys and values are never formed while decoding from a latent", None),
         latent_refuses("key_shift", "keys are never formed while decoding from a latent", False),
         latent_refuses("mix", "differential attention over a latent is not defined", "softmax"),
+        latent_refuses("value_norm", "values are never formed while decoding from a latent", False),
         latent_refuses("rope_fraction", "the rotated part of a latent head is its rope_width", 1.0),
         Rule(
             "position",
@@ -365,9 +369,15 @@ class AttentionSpec(Spec):
             key_shift_repair,
         ),
         Rule(
+            "value_norm",
+            lambda s: s.makes_both_on_reading and s.key_shift,
+            lambda s: "keys are then made on reading, and key_shift moves those that are stored",
+            lambda s: {"value_norm": False},
+        ),
+        Rule(
             "kv_rotation",
-            lambda s: s.kv_rotation != "once" and not (s.key_is_value and s.position == "rope"),
-            lambda s: "it is a choice only where key and value are one tensor under RoPE",
+            lambda s: s.kv_rotation != "once" and not s.shares_rotated_key,
+            lambda s: "it is a choice only where key and value are one tensor under RoPE, with no norm between them",
             lambda s: {"kv_rotation": "once"},
         ),
         Rule(
@@ -415,6 +425,16 @@ class AttentionSpec(Spec):
     def sets_lengths(self) -> bool:
         """Whether queries and keys have a length that their projections do not decide."""
         return self.norm != "none" or (self.coupling is not None and self.coupling.mechanism.normalises)
+
+    @property
+    def makes_both_on_reading(self) -> bool:
+        """Whether one tensor is stored from which key and value are made by a norm each."""
+        return self.key_is_value and self.value_norm
+
+    @property
+    def shares_rotated_key(self) -> bool:
+        """Whether RoPE turns what is key and value."""
+        return self.key_is_value and self.position == "rope" and not self.value_norm
 
     @property
     def query_heads(self) -> int:
@@ -509,6 +529,7 @@ class AttentionSpec(Spec):
         words += [] if self.coupling is None else [self.coupling.name]
         words += [] if self.kv_heads == self.heads else ["mqa" if self.kv_heads == 1 else f"gqa{self.kv_heads}"]
         words += [self.norm if self.normalisation.label is None else self.normalisation.label]
+        words += ["value-norm"] * self.value_norm
         words += {"rope": [], "learned": ["learned"], "none": ["nope"]}[self.position]
         words += [f"rope {100 * self.rope_fraction:.4g} %"] * (self.rope_fraction != 1.0)
         words += [f"base {self.rope_base:g}"] * (self.rope_base != 10_000.0)
@@ -528,6 +549,9 @@ class AttentionSpec(Spec):
         """Stage name → what it computes, in the notation of docs/mechanisms/; empty where it does nothing."""
         formulas = {name: "" if stage is None else stage.formula_of(self) for name, stage in self.stages().items()}
         formulas["project"] = " ; ".join(filter(None, (formulas["project"], formulas.pop("convolve"))))
+        if self.value_norm:
+            made = "v ← v/rms(v)" + (", both from what is stored" if self.makes_both_on_reading else "")
+            formulas["normalise"] = " ; ".join(filter(None, (formulas["normalise"], made)))
         if self.key_shift:
             formulas["rotate"] = " ; ".join(filter(None, (formulas["rotate"], KeyShift.formula)))
         if self.position == "learned":

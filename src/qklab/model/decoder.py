@@ -111,7 +111,7 @@ def locate_tokens(
         window = spec.window
         if window not in slots:
             slots[window] = find_slots(x, segments, None if caches is None else caches[layer])
-        turn = (spec.rotated_width, spec.rope_base, spec.kv_rotation, window)
+        turn = (spec.rotated_width, spec.rope_base, spec.rotation.turns_key, window)
         sight = (spec.causal, spec.head_width, window)
         if turn not in positions:
             positions[turn] = find_positions(spec, slots[window], x.dtype)

@@ -41,7 +41,7 @@ def choose_backend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, 
         return "cpu"
     if window is not None:
         return "flash"
-    heads = [tensor.transpose(1, 2) for tensor in (q, k, v)]
+    heads = [tensor.detach().transpose(1, 2) for tensor in (q, k, v)]  # the same forwards and backwards
     chosen = torch._fused_sdp_choice(*heads, None, 0.0, causal, scale=scale, enable_gqa=q.shape[2] != k.shape[2])
     return "cudnn" if chosen == SDPBackend.CUDNN_ATTENTION.value else "flash"
 

@@ -41,7 +41,14 @@ def test_a_registered_metric_is_a_choice_of_a_study_and_is_read_from_its_runs() 
     assert run.value(metric) == 0.75
     assert run.describe(metric) == "0.7500 of the answers right"
     assert RunResult(run.planned, "diverged", {}).value(metric) == -math.inf
-    assert [each.name for each in list_metrics()] == ["loss", "bits_per_byte", "accuracy", "sequence_accuracy", "share"]
+    assert [each.name for each in list_metrics()] == [
+        "loss",
+        "bits_per_byte",
+        "accuracy",
+        "sequence_accuracy",
+        "glue",
+        "share",
+    ]
     assert metric.describe() == {
         "name": "share",
         "label": "share",
@@ -73,7 +80,5 @@ def test_accuracies_are_percentages_with_their_chance() -> None:
 
 
 def test_a_name_that_nothing_is_registered_under_is_refused_with_a_suggestion() -> None:
-    with pytest.raises(
-        SpecError, match=r"metric.*must be one of 'loss', .*'sequence_accuracy' \(did you mean 'loss'\?\)"
-    ):
+    with pytest.raises(SpecError, match=r"metric.*must be one of 'loss', .*'glue' \(did you mean 'loss'\?\)"):
         study(metric="los")

@@ -25,6 +25,7 @@ COMMANDS = {  # the command NAME is the class NameCommand of qklab.cli.NAME
     "sample": "Continue a text with a trained model.",
     "export": "Write a trained model as a folder that Transformers loads.",
     "eval": "Score a run or a Transformers model on tasks of lm-evaluation-harness.",
+    "finetune": "Fine-tune runs, the runs of a study or Transformers models on a task of GLUE, and compare them.",
     "describe": "Name, formula, parameters, FLOPs and cache bytes of an attention layer, against (Q,K,V); or why it is "
     "illegal.",
     "mechanisms": "Build every mechanism, print what it costs, and check its cache.",

@@ -93,6 +93,17 @@ class SequenceAccuracy(Metric):
         return 100 * float(evaluation["sequence_chance"]) if "sequence_chance" in evaluation else None
 
 
+@register.metric("glue")
+class GlueScore(Metric):
+    """What a model fine-tuned on a task of GLUE scores: Matthews, accuracy, F1 or correlations, as GLUE says."""
+
+    label, unit, difference_unit = "GLUE score", "points of 100", "points"
+    lower_is_better, averages = False, True
+
+    def read(self, evaluation: Mapping[str, Any]) -> float:
+        return 100 * float(evaluation["glue"])
+
+
 def find_metric(name: str) -> Metric:
     """The registered metric of that name."""
     metric: Metric = register.metric[name]()

@@ -7,9 +7,10 @@ from statistics import fmean
 from typing import Any
 
 from qklab.study.metrics import find_metric
-from qklab.study.plan import PlannedRun, plan_confirming_runs, plan_tuning_runs
-from qklab.study.records import STUDY, RunResult, choose_learning_rates, read_result, read_study_record
+from qklab.study.plan import PlannedRun
+from qklab.study.records import STUDY, RunResult, read_results, read_study_record
 from qklab.study.spec import StudyError
+from qklab.study.tuning import choose_learning_rates
 from qklab.study.verdict import judge_arms
 
 
@@ -31,15 +32,14 @@ def find_models(folders: Sequence[Path], seeds: int) -> dict[str, dict[int, Path
 
 def find_models_of_study(folder: Path) -> dict[str, dict[int, Path]]:
     study = read_study_record(folder).spec
-    tuned = [result for run in plan_tuning_runs(study) if (result := read_result(folder, run)) is not None]
-    lrs = choose_learning_rates(study, tuned)
-    others = [result for run in plan_confirming_runs(study, lrs) if (result := read_result(folder, run)) is not None]
+    results = read_results(folder, study)
+    lrs = choose_learning_rates(study, results)
     found: dict[str, dict[int, Path]] = {}
     several = len(study.corpora) > 1
     arms = [study.baseline, *(arm for arm in study.arms if arm != study.baseline)]
     for corpus in study.corpora:
         for arm in arms:
-            own = [result.planned for result in [*tuned, *others] if is_chosen(result, corpus, arm, lrs)]
+            own = [result.planned for result in results if is_chosen(result, corpus, arm, lrs)]
             if own:
                 name = f"{arm} of {corpus}" if several else arm
                 found[name] = {run.seed: run.folder_in(folder) for run in own}

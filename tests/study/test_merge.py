@@ -11,8 +11,10 @@ from small_study import InProcess, RecordingDisplay, check_whole, fabricate, rea
 from qklab.cli import main
 from qklab.study.execute import Study, StudyInterrupted
 from qklab.study.merge import merge_studies
+from qklab.study.parts import find_size_folder, read_parts
 from qklab.study.plan import PlannedRun, plan_tuning_runs
 from qklab.study.records import Analyses, StudyRecord, read_analyses, read_study_record
+from qklab.study.sizes import split_sizes
 from qklab.study.spec import StudyError, StudySpec
 
 
@@ -90,6 +92,27 @@ def test_of_a_run_in_several_slices_one_that_ended_counts_and_every_analysis(cor
     assert (unfinished.folder_in(tmp_path / "all") / "checkpoints" / "step-0000000009").exists()
     assert read_analyses(tmp_path / "all").seeds == [3, 9]
     assert "still to be done" in found.describe()
+
+
+def test_a_study_of_several_sizes_is_united_size_by_size(corpus: str, tmp_path: Path) -> None:
+    base = {name: own for name, own in small_spec(corpus).base.items() if name not in ("budget", "model")}
+    model = {"layers": 1, "context": 16, "recipe": "nano"}
+    sizes = [{"name": name, "model": model | {"width": width}} for name, width in (("small", 16), ("large", 32))]
+    whole = small_spec(corpus, sizes=sizes, metric="bits_per_byte", base=base)
+    for folder, size in ((tmp_path / "one", "small"), (tmp_path / "two", "large")):
+        part = split_sizes(whole)[size]
+        StudyRecord(whole, []).write(make_folder(folder))
+        StudyRecord(part, []).write(make_folder(find_size_folder(folder, size)))
+        for run in plan_tuning_runs(part):
+            fabricate(part, find_size_folder(folder, size), run)
+    found = merge_studies([tmp_path / "one", tmp_path / "two"], tmp_path / "all")
+    assert (found.taken, found.ended, found.planned) == (8, 8, 12)
+    assert [(part.size, len(part.results)) for part in read_parts(tmp_path / "all")[1]] == [("small", 4), ("large", 4)]
+
+
+def make_folder(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def test_from_the_command_line(corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from qklab.runs.directory import RunDirectory
 from qklab.runs.files import copy_folder
 from qklab.study.executors import newest_checkpoint
+from qklab.study.parts import find_size_folder
 from qklab.study.plan import count_runs
 from qklab.study.records import (
     STUDY,
@@ -44,30 +45,52 @@ class MergedStudy:
 def merge_studies(folders: Sequence[Path], out: Path) -> MergedStudy:
     """Unite what the folders hold in `out`, which may hold some of it already. Of a run that is in several the first
     that has ended counts, else the one that has come furthest. Nothing is written where anything does not belong."""
-    if len(folders) < (1 if (out / STUDY).exists() else 2):
-        raise StudyError(f"a merge unites two or more folders, but {len(folders)} came; name all slices.")
     present = [out] if (out / STUDY).exists() else []
+    if len(folders) + len(present) < 2:
+        raise StudyError(f"a merge unites two or more folders, but {len(folders)} came; name all slices.")
     slices = list(dict.fromkeys(path.absolute() for path in [*present, *folders]))
     for folder in slices:
         if not (folder / STUDY).exists():
             raise StudyError(f"{folder} holds no study: it has no {STUDY}; name folders that qklab study made.")
-    records = [read_study_record(folder) for folder in slices]
-    refuse_other_plans(slices, records)
-    data = unite_data(slices, records)
-    chosen = choose_runs(slices)
-    refuse_other_code(chosen)
-    spec = max((record.spec for record in records), key=lambda spec: spec.seeds)
-    asked = next((record.asked for record in records if record.asked), {})
+    whole = Merge(slices, out.absolute())
+    parts = [whole]
+    for size in (entry["name"] for entry in whole.spec.sizes):
+        begun = [own for folder in slices if ((own := find_size_folder(folder, size)) / STUDY).exists()]
+        parts += [Merge(begun, find_size_folder(whole.out, size))] if begun else []
+    refuse_other_code([run for part in parts for run in part.runs.values()])
     with explain_file_errors(), RunDirectory(out).lock():
-        taken = [place for place, source in chosen.items() if source != out.absolute() / place]
+        taken = sum(part.write() for part in parts)
+    counts = [part.count_runs() for part in parts if not part.spec.sizes]
+    return MergedStudy(out, taken, sum(ended for ended, _ in counts), sum(planned for _, planned in counts))
+
+
+class Merge:
+    """What several folders hold of one study, or of its part at one size; raises where they do not belong together."""
+
+    def __init__(self, slices: Sequence[Path], out: Path):
+        self.slices, self.out = slices, out
+        self.records = [read_study_record(folder) for folder in slices]
+        refuse_other_plans(slices, self.records)
+        self.data, self.runs = unite_data(slices, self.records), choose_runs(slices)
+        self.spec = max((record.spec for record in self.records), key=lambda spec: spec.seeds)
+
+    def write(self) -> int:
+        """Write it; how many runs were not there yet."""
+        taken = [place for place, source in self.runs.items() if source != self.out / place]
         for place in taken:
-            copy_folder(chosen[place], out / place, aside=out / ".merging")
-        StudyRecord(spec, data, asked).write(out)
-        analyses = unite_analyses(slices)
+            copy_folder(self.runs[place], self.out / place, aside=self.out / ".merging")
+        asked = next((record.asked for record in self.records if record.asked), {})
+        self.out.mkdir(parents=True, exist_ok=True)
+        StudyRecord(self.spec, self.data, asked).write(self.out)
+        analyses = unite_analyses(self.slices)
         if analyses.taken:
-            analyses.write(out)
-    results = read_results(out, spec)
-    return MergedStudy(out, len(taken), len(results), count_runs(spec, find_grids(spec, results)))
+            analyses.write(self.out)
+        return len(taken)
+
+    def count_runs(self) -> tuple[int, int]:
+        """How many have ended, and how many there are to be."""
+        results = read_results(self.out, self.spec)
+        return len(results), count_runs(self.spec, find_grids(self.spec, results))
 
 
 def refuse_other_plans(slices: Sequence[Path], records: Sequence[StudyRecord]) -> None:
@@ -116,10 +139,10 @@ def measure_stage(run: Path) -> tuple[bool, str]:
     return ended, "" if ended else newest_checkpoint(run)
 
 
-def refuse_other_code(chosen: dict[str, Path]) -> None:
+def refuse_other_code(runs: Sequence[Path]) -> None:
     """Raise where runs were made by different versions of what computes their results."""
     made: dict[str, Path] = {}
-    for run in chosen.values():
+    for run in runs:
         record = RunDirectory(run).read()
         made.setdefault(str(record.get("code") or record.get("commit")), run)
     if len(made) > 1:

@@ -6,8 +6,9 @@
     python benchmarks/population.py --sizes nano --curves            # whole loss curves, population against solo
 
 Each case is a process of its own, which trains with everything that belongs to a run: data, records, optimiser. All
-steps but the first are timed. Correctness comes first: over the first steps every member's loss must be its solo run's
-within the noise of the precision, or nothing is reported. The floor is the products alone at 700 TFLOP/s, or the bytes
+begin together, since most of their time is compiling, and are then timed one after another while the others wait.
+Correctness comes first: over the first steps every member's loss must be its solo run's within the noise of the
+precision, or nothing is reported. The floor is the products alone at 700 TFLOP/s, or the bytes
 of the optimiser's state (weights, gradients, two moments: read once, all but the gradient written once) at 4.8 TB/s,
 whichever is more.
 """
@@ -17,7 +18,9 @@ import json
 import subprocess
 import sys
 import tempfile
-from operator import truediv
+import time
+from collections.abc import Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +45,9 @@ RATES = (1e-3, 2e-3, 4e-3)
 PRODUCTS, BYTES = 700e12, 4.8e12  # FLOP/s in bf16 and bytes/s that an H200 reaches
 GATE = {"bf16": 0.03, "fp32": 2e-3}  # nats, over the first steps
 EARLY = 20
-ORDERS, WARM_UP = 3, 20  # of the curves: orders of the rows, steps until the learning rate is reached
+ORDERS, WARM_UP = 6, 20  # of the curves: orders of the rows, steps until the learning rate is reached
+ALPHA = 0.01  # of the curves' p-values, after Holm
+Case = tuple[str, str, int]  # size, arm, members
 
 
 def make_specs(size: str, arm: str, members: int, options: argparse.Namespace) -> tuple[list[RunSpec], ExecutionSpec]:
@@ -62,9 +67,46 @@ def make_specs(size: str, arm: str, members: int, options: argparse.Namespace) -
     ], execution
 
 
+class Turn:
+    """Times the steps after the first EARLY ones, which wait until it is their turn: until the file "go" is there."""
+
+    def __init__(self, folder: Path, steps: int):
+        self.folder, self.last, self.done, self.seconds = folder, steps, 0, 0.0
+
+    def watch(self, trainer: type[Trainer] | type[PopulationTrainer]) -> None:
+        """Let steps of this kind of trainer be counted and timed."""
+        step = trainer.step
+
+        def step_in_turn(own: Any, *given: Any) -> Any:
+            if self.done == EARLY:
+                self.wait()
+                self.seconds = -time.perf_counter()
+            outcome = step(own, *given)
+            self.done += 1
+            if self.done == self.last:
+                wait_for_device()
+                self.seconds += time.perf_counter()
+            return outcome
+
+        trainer.step = step_in_turn
+
+    def wait(self) -> None:
+        wait_for_device()
+        (self.folder / "ready").touch()
+        while not (self.folder / "go").exists():
+            time.sleep(0.02)
+
+
+def wait_for_device() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def run_case(size: str, arm: str, members: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Train and read off what the runs recorded."""
+    """Train, time the steps, and read off what the runs recorded."""
     specs, execution = make_specs(size, arm, members, options)
+    turn = Turn(options.turn, options.steps)
+    turn.watch(Trainer if members == 1 else PopulationTrainer)
     with tempfile.TemporaryDirectory() as folder:
         folders = [Path(folder) / f"{number}" for number in range(members)]
         outcomes = train_population(specs, folders, execution)
@@ -80,7 +122,7 @@ def run_case(size: str, arm: str, members: int, options: argparse.Namespace) -> 
         "members": members,
         "packing": options.packing,
         "parameters": spec.model.parameters(),
-        "tokens_per_second": summary["tokens_per_second"],
+        "tokens_per_second": (options.steps - EARLY) * step / turn.seconds,
         "floor_tokens_per_second": step / floor,
         "first_step_seconds": summary["seconds_of_last_process"]["first step"],
         "peak_memory_bytes": summary["peak_memory_bytes"],
@@ -89,21 +131,39 @@ def run_case(size: str, arm: str, members: int, options: argparse.Namespace) -> 
     }
 
 
-def run_in_process(size: str, arm: str, members: int, options: argparse.Namespace) -> dict[str, Any]:
-    """The case in a process of its own."""
+def begin_case(case: Case, folder: Path, options: argparse.Namespace) -> subprocess.Popen[str]:
+    """The case in a process of its own, which says in its folder when it is ready to be timed."""
     given = ["--corpus", options.corpus, "--steps", str(options.steps), "--packing", options.packing]
-    case = [sys.executable, __file__, *given, "--device", options.device, "--case", size, arm, str(members)]
-    done = subprocess.run(case, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        sys.exit(f"{size} {arm} × {members} failed with code {done.returncode}; what it said is above.")
-    return json.loads(done.stdout.splitlines()[-1])
+    given += ["--device", options.device, "--turn", str(folder), "--case", *map(str, case)]
+    folder.mkdir()
+    return subprocess.Popen([sys.executable, __file__, *given], stdout=subprocess.PIPE, text=True)
+
+
+def run_cases(cases: Sequence[Case], options: argparse.Namespace) -> dict[Case, dict[str, Any]]:
+    """All of them begun together and timed one after another."""
+    found: dict[Case, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folders = {case: Path(name) / str(number) for number, case in enumerate(cases)}
+        processes = {case: begin_case(case, folder, options) for case, folder in folders.items()}
+        while any(p.poll() is None and not (folders[case] / "ready").exists() for case, p in processes.items()):
+            time.sleep(0.1)
+        for case, process in processes.items():
+            (folders[case] / "go").touch()
+            told, _ = process.communicate()
+            if process.returncode:
+                print(f"{' '.join(map(str, case))} failed with code {process.returncode}; what it said is above.")
+            else:
+                found[case] = json.loads(told.splitlines()[-1])
+    return found
 
 
 def check_agreement(solo: dict[str, Any], population: dict[str, Any]) -> float:
     """How far the first member's curve begins from the same run alone; ends the benchmark if that is too far."""
     apart = abs(solo["early"][0] - population["early"][0])
     if not apart <= GATE[solo["precision"]]:
-        sys.exit(f"{solo['size']} {solo['arm']}: the loss begins {apart:.4f} nats from the solo run's; not measured.")
+        sys.exit(
+            f"{solo['size']} {solo['arm']}: the loss begins {apart:.4f} nats from the solo run's; nothing is kept."
+        )
     return apart
 
 
@@ -167,25 +227,27 @@ def draw_curves(specs: list[RunSpec], execution: ExecutionSpec) -> Tensor:
 
 
 def compare_curves(size: str, arm: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Runs at every rate, alone and together. As far as orders of the rows make a run stray from itself, so far may the
-    population's mean curve stray from the solo run's."""
+    """Runs at every rate, alone and together, with the rows of every batch in several orders, which changes rounding
+    alone. p: the share of the ways to call half of a run's curves those of the population, for which the two mean
+    curves are at least as far apart; small if being in a population changes more than an order does."""
     specs, execution = make_specs(size, arm, len(RATES), options)
     together = draw_curves(specs, execution)
     alone = torch.cat([draw_curves([spec], execution) for spec in specs], 2)
-    both = torch.stack([alone, together])
-    noise = (both - both.mean(1, keepdim=True)).square().sum((0, 1)) / (2 * ORDERS - 2)
-    # a mean over orders errs by the spread over √orders, a difference of two by √2 times that
-    allowed = (2 / ORDERS * noise).mean(0).sqrt()
-    apart = (together.mean(0) - alone.mean(0)).square().mean(0).sqrt()
-    ends = both[:, :, -20:].mean((1, 2))
-    for lr, *numbers in zip(RATES, ends[0], ends[1], apart, allowed, strict=True):
-        solo, population, distance, rounding = map(float, numbers)
+    curves = torch.cat([alone, together])
+    halves = torch.tensor([[n in half for n in range(2 * ORDERS)] for half in combinations(range(2 * ORDERS), ORDERS)])
+    signs = torch.where(halves, -1.0, 1.0).double() / ORDERS  # the first half is that of the runs alone
+    apart = torch.einsum("po,otr->ptr", signs, curves).square().mean(1).sqrt()
+    p_values = (apart >= apart[0] * (1 - 1e-9)).double().mean(0)
+    for run, lr in enumerate(RATES):
+        solo, population = (float(own[:, -20:, run].mean()) for own in (alone, together))
         print(
-            f"{size} {arm} at {lr:g}, {ORDERS} × {both.shape[2]} steps: ends at {solo:.4f} alone and {population:.4f} "
-            f"in a population; mean curves {distance:.2e} apart, as far as rounding alone makes them {rounding:.2e}",
+            f"{size} {arm} at {lr:g}, {ORDERS} × {curves.shape[1]} steps: ends at {solo:.4f} alone, {population:.4f} "
+            f"in a population; mean curves {apart[0, run]:.2e} apart, halves at random {apart[:, run].median():.2e}; "
+            f"p = {p_values[run]:.3f}",
             flush=True,
         )
-    return {"size": size, "arm": arm, "rates": RATES, "apart": apart.tolist(), "by_rounding": allowed.tolist()}
+    distances = {"apart": apart[0].tolist(), "halves": apart.median(0).values.tolist(), "p": p_values.tolist()}
+    return {"size": size, "arm": arm, "rates": RATES, "orders": ORDERS, "steps": curves.shape[1]} | distances
 
 
 def main() -> None:
@@ -203,33 +265,34 @@ def main() -> None:
     parser.add_argument("--name", default="population")
     parser.add_argument("--commit", help="where git does not know it")
     parser.add_argument("--case", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case is not None:
         size, arm, members = options.case
         print(json.dumps(run_case(size, arm, int(members), options)))
         return
-    cases, curves = [], []
-    for size in options.sizes:
-        members = options.members or SIZES[size][1]
-        for arm in options.arms:
-            if options.profile:
-                profile_step(size, arm, members, options)
-                continue
-            if options.curves:
-                curves.append(compare_curves(size, arm, options))
-                continue
-            solo = run_in_process(size, arm, 1, options)
-            together = run_in_process(size, arm, members, options)
-            together["apart"] = check_agreement(solo, together)
-            for case in (solo, together):
-                print(describe_case(case, None if case is solo else solo), flush=True)
-                cases.append({name: value for name, value in case.items() if name != "early"})
-    if found := {name: value for name, value in {"cases": cases, "curves": curves}.items() if value}:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        keep(options.name, found | provenance(device, options.commit), options.out)
-    strays = [case for case in curves if max(map(truediv, case["apart"], case["by_rounding"])) > 2]
-    if strays:
-        sys.exit("a population strays from its solo runs by more than twice what rounding does.")
+    asked = [(size, arm) for size in options.sizes for arm in options.arms]
+    together = {(size, arm): options.members or SIZES[size][1] for size, arm in asked}
+    if options.profile:
+        for size, arm in asked:
+            profile_step(size, arm, together[size, arm], options)
+        return
+    if options.curves:
+        found: dict[str, Any] = {"curves": [compare_curves(size, arm, options) for size, arm in asked]}
+    else:
+        done = run_cases([(*one, members) for one in asked for members in (1, together[one])], options)
+        for one in asked:
+            solo, population = done.get((*one, 1)), done.get((*one, together[one]))
+            if solo is not None and population is not None:
+                population["apart"] = check_agreement(solo, population)
+        for case in done.values():
+            solo = done.get((case["size"], case["arm"], 1))
+            print(describe_case(case, None if case is solo else solo), flush=True)
+            del case["early"]
+        found = {"cases": list(done.values())}
+    keep(options.name, found | provenance("cuda" if torch.cuda.is_available() else "cpu", options.commit), options.out)
+    if any(min(case["p"]) * len(case["p"]) < ALPHA for case in found.get("curves", [])):
+        sys.exit("a population strays from its solo runs by more than rounding makes them stray from each other.")
 
 
 if __name__ == "__main__":

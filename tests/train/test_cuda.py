@@ -54,8 +54,15 @@ def test_packed_rows_compiled_for_a_gpu_are_those_of_the_dense_mask(arm: str) ->
     low = run(model, autocast=True)
     exact = run(model.double(), autocast=False)
     assert ("flex_attention" in "".join(graphs)) == (arm != "asymmetry")
-    for actual, other, true in zip(compiled, low, exact, strict=True):
-        within_budget(actual, other, true)
+    within_budget(compiled[0], low[0], exact[0])
+    # all gradients together, each of length one: the error of a single one may be twice that of another rounding
+    lengths = [true.norm() for true in exact[1:]]
+    within_budget(
+        *(
+            torch.cat([g.double().flatten() / n for g, n in zip(run[1:], lengths, strict=True)])
+            for run in (compiled, low, exact)
+        )
+    )
 
 
 def test_a_run_on_a_gpu_goes_on_where_it_stopped(settings: Settings, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from qklab.train.loop import Loop
 from qklab.train.objective import Objective
 from qklab.train.population import PopulationTrainer, choose_population_size, explain_solo
 from qklab.train.spec import ExecutionSpec, RunSpec
+from qklab.train.trainer import Trainer
 
 RATES = (3e-3, 1e-3, 1e-2)
 SEEDS = (0, 1, 0)
@@ -201,6 +202,34 @@ def test_a_run_that_never_began_sets_nobody_back(
     assert began == [(2, 3), (1, 0)]
     for folder, expected in zip(places(tmp_path), whole, strict=True):
         assert losses(folder) == pytest.approx(losses(expected), rel=1e-5)
+
+
+def test_what_does_not_fit_goes_on_in_smaller_populations(
+    settings: Settings, whole: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    specs, execution = members(settings)
+    step = PopulationTrainer.step
+
+    def fit_two(self: PopulationTrainer, *given: Any) -> Any:
+        if len(self.specs) > 2 and self.states[0].step > 5:  # after a save
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return step(self, *given)
+
+    monkeypatch.setattr(PopulationTrainer, "step", fit_two)
+    groups = note_groups(monkeypatch)
+    folders = places(tmp_path)
+    assert [outcome.status for outcome in train_population(specs, folders, execution)] == ["finished"] * 3
+    assert [count for count, _ in groups] == [3, 2, 1]
+    assert groups[1][1] == groups[2][1] > 0
+    for folder, other in zip(folders, whole, strict=True):
+        assert losses(folder)[-1] == pytest.approx(losses(other)[-1], rel=1e-5)
+
+    def refuse(self: Trainer, *given: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Trainer, "step", refuse)
+    with pytest.raises(RunError, match="not enough memory"):
+        train(specs[0], tmp_path / "alone", execution)
 
 
 def test_without_kept_checkpoints_a_run_leaves_none_and_is_the_same(

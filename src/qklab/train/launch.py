@@ -1,5 +1,7 @@
 """From a spec and a folder to a finished run: prepare, open or resume, train, evaluate, sum up."""
 
+import gc
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -75,7 +77,8 @@ def train_population(
     """Train runs that differ in seed and in numbers of optimiser, schedule and logit control as one model, each in its
     own run directory, continuing what is there.
 
-    Whatever has ended stays as it is. Runs that are at one step go on together.
+    Whatever has ended stays as it is. Runs that are at one step go on together; where memory does not suffice for that,
+    half as many at a time.
     """
     execution = execution or ExecutionSpec()
     machine = Machine.open(execution)
@@ -93,10 +96,28 @@ def train_population(
                 for directory in directories:
                     held.enter_context(directory)
                     call_on_first_rank(lambda directory=directory: directory.lock() and None)
-                return train_in(directories, specs, execution, machine, data, display)
+                together = len(specs)
+                while True:
+                    try:
+                        return train_in(directories, specs, execution, machine, data, display, together)
+                    except torch.OutOfMemoryError:
+                        if together == 1:
+                            raise
+                    together = halve_population(together, display)
     finally:
         display.close()
         machine.close()
+
+
+def halve_population(together: int, display: Display) -> int:
+    """How many runs go on together now that so many did not fit; what they held is let go."""
+    half = math.ceil(together / 2)
+    display.warn(f"{together} runs together need more memory than there is; they go on {half} at a time.")
+    gc.collect()
+    if torch.cuda.is_available():
+        torch._dynamo.reset()
+        torch.cuda.empty_cache()
+    return half
 
 
 @contextmanager
@@ -133,7 +154,9 @@ def train_in(
     machine: Machine,
     data: Path | None,
     display: Display,
+    together: int,
 ) -> list[Outcome]:
+    """Train runs in directories that are locked, at most so many together."""
     outcomes: dict[Path, Outcome] = {}
     begun: list[tuple[RunSpec, RunDirectory, dict[str, Any] | None]] = []
     for spec, directory in zip(specs, directories, strict=True):
@@ -155,7 +178,7 @@ def train_in(
         for run in runs:
             if summary := call_on_first_rank(run.directory.summary):  # only its tokenizer was missing
                 outcomes[run.directory.path] = Outcome(summary["status"], run.directory.path, summary)
-        for group in group_by_step([run for run in runs if run.directory.path not in outcomes]):
+        for group in group_by_step([run for run in runs if run.directory.path not in outcomes], together):
             found = train_group(group, execution, corpus, machine, display)
             outcomes |= {outcome.folder: outcome for outcome in found}
             if any(outcome.status == "interrupted" for outcome in found):

@@ -64,8 +64,8 @@ def open_runs(
     return runs, corpus
 
 
-def group_by_step(runs: Sequence[OpenRun]) -> list[list[OpenRun]]:
-    """Runs that can go on together, those furthest behind last.
+def group_by_step(runs: Sequence[OpenRun], most: int) -> list[list[OpenRun]]:
+    """Runs that can go on together, at most so many, those furthest behind last.
 
     A process killed while it saved leaves some runs a checkpoint ahead of others; they go back by that one, which is no
     more than a run alone would have lost. Whatever else is at another step, such as a run that never began or one whose
@@ -74,7 +74,8 @@ def group_by_step(runs: Sequence[OpenRun]) -> list[list[OpenRun]]:
     sound = [run.step for run in runs if run.resumed and not run.checkpoints.damaged]
     aligned = [align_run(run, min(sound, default=0)) for run in runs]
     steps = sorted({run.step for run in aligned}, reverse=True)
-    return [[run for run in aligned if run.step == step] for step in steps]
+    alike = [[run for run in aligned if run.step == step] for step in steps]
+    return [group[first : first + most] for group in alike for first in range(0, len(group), most)]
 
 
 def align_run(run: OpenRun, step: int) -> OpenRun:

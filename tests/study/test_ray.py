@@ -335,6 +335,25 @@ def test_what_ray_begins_anew_and_what_the_study_does(order: NodeOrder, fake: Fa
     assert executor.wait(0.0) == []
 
 
+def test_a_population_is_one_task_and_whoever_ended_stays_when_it_is_lost(
+    order: NodeOrder, fake: FakeRay, tmp_path: Path
+) -> None:
+    (one,) = order.unit.tasks
+    tasks = tuple(replace(one, name=f"run {number}", folder=tmp_path / f"{number}") for number in range(3))
+    executor = RayExecutor("cpu", 2, say=lambda sentence: None)
+    executor.submit(replace(order.unit, tasks=tasks, together=True))
+    (tasks[0].folder / "checkpoints" / "step-0000000001").mkdir(parents=True)
+    (tasks[0].folder / "summary.json").touch()
+    fake.lost = {1}
+    assert executor.wait(0.0) == [tasks[0]]
+    assert [submitted.unit.tasks for submitted in fake.submitted] == [tasks, tasks]
+    for task in tasks[1:]:
+        task.folder.mkdir()
+        (task.folder / "summary.json").touch()
+    assert executor.wait(0.0) == [*tasks[1:]]
+    assert executor.free == 2
+
+
 def test_a_task_that_was_asked_too_early_is_asked_again(
     order: NodeOrder, fake: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:

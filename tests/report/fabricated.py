@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from qklab.study.parts import find_size_folder
 from qklab.study.plan import PlannedRun
-from qklab.study.records import FORMAT
+from qklab.study.records import FORMAT, StudyRecord
+from qklab.study.sizes import split_sizes
 from qklab.study.spec import StudySpec
 
 ARMS: dict[str, dict[str, Any]] = {
@@ -84,12 +86,25 @@ def fabricate(
     return folder
 
 
+def fabricate_sizes(folder: Path) -> Path:
+    """A study of one, two and four layers with a claim."""
+    sizes = [{"name": f"{n} layers", "model": {"layers": n, "width": 16 * n, "context": 64}} for n in (1, 2, 4)]
+    claim = {"id": "B1", "arm": "k=v", "published": 3.1, "parameters": 3e8, "source": "arXiv 2606.04032"}
+    base = {"batch": {"sequences": 8}, "corpus": {"tokenizer": "bytes"}}
+    study = spec(name="sized", sizes=sizes, base=base, lrs=[3e-3], claims=[claim])
+    for size, part in split_sizes(study).items():
+        fabricate(find_size_folder(folder, size), part, steps=10)
+    StudyRecord(study, []).write(folder)
+    return folder
+
+
 def final_loss(planned: PlannedRun, study: StudySpec) -> float:
-    """What the run ends with on test text."""
+    """What the run ends with on test text; a model of fewer layers does worse."""
     shared = np.random.default_rng(planned.seed).normal(0, 0.03)
     own = np.random.default_rng(number(planned.arm, planned.seed)).normal(0, NOISE.get(planned.arm, 0.004))
     own = 0.0 if planned.arm == study.baseline else own
     tuned = 0.05 * (len(study.lrs) - 1 - study.lrs.index(planned.lr))
+    shared += 0.1 * (4 - study.base["model"]["layers"])
     return 2.0 + EFFECTS.get(planned.arm, 0.01) + shared + own + tuned
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import qklab
-from qklab.report.folders import RecordedRun, RunGroup, read_across, read_groups
+from qklab.report.folders import RecordedRun, RunGroup, describe_across, read_groups
 from qklab.report.learning import compare_learning
 from qklab.report.maps import MapCache
 from qklab.runs.directory import RunDirectory
@@ -36,13 +36,13 @@ QUANTITIES = {"entropy": MEAN, "sink_mass": MEAN, "largest_logit": LARGEST, "log
 
 def gather_data(paths: Sequence[Path], maps: MapCache | None = None) -> dict[str, Any]:
     """The dictionary behind the page, from study folders and run directories, finished or not."""
-    metrics = list_metrics()
+    metrics, groups = list_metrics(), read_groups(paths)
     return {
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "version": qklab.__version__,
         "metrics": [metric.describe() for metric in metrics],
-        "groups": [describe_group(group, metrics, maps) for group in read_groups(paths)],
-        "across": read_across(paths),
+        "groups": [describe_group(group, metrics, maps) for group in groups],
+        "across": describe_across(paths, groups),
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from qklab.runs.directory import RunDirectory, RunError
 from qklab.study.across import compare_across
 from qklab.study.findings import Findings, derive_findings
-from qklab.study.parts import find_size_folder, read_parts
+from qklab.study.parts import StudyPart, find_size_folder
 from qklab.study.plan import PlannedRun
 from qklab.study.records import RunResult, read_analyses, read_study_record, sum_up_ledger
 from qklab.study.spec import StudySpec
@@ -86,24 +86,29 @@ def read_groups(paths: Sequence[Path]) -> list[RunGroup]:
     plain: list[Path] = []
     for path in find_folders(paths):
         if (path / "study.json").exists():
-            groups += [group for study in find_parts(path) for group in group_study(study)]
+            groups += [group for part in find_parts(path).values() for group in group_study(part)]
         else:
             plain.append(path)
     return groups + group_plain_runs(plain)
 
 
-def find_parts(folder: Path) -> list[Path]:
-    """The folders that hold a study's runs: those of its sizes that have begun, or its own."""
-    sizes = [find_size_folder(folder, entry["name"]) for entry in read_study_record(folder).spec.sizes]
-    return [size for size in sizes if (size / "study.json").exists()] if sizes else [folder]
+def find_parts(folder: Path) -> dict[str | None, Path]:
+    """The folders that hold a study's runs: by name of those of its sizes that have begun, or its own."""
+    sizes = [entry["name"] for entry in read_study_record(folder).spec.sizes]
+    found = {size: find_size_folder(folder, size) for size in sizes}
+    return {size: path for size, path in found.items() if (path / "study.json").exists()} if sizes else {None: folder}
 
 
-def read_across(paths: Sequence[Path]) -> list[dict[str, Any]]:
+def describe_across(paths: Sequence[Path], groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
     """What each study at or below the paths says across its sizes and corpora, and of published figures."""
     found: list[dict[str, Any]] = []
     for path in find_folders(paths):
         if (path / "study.json").exists():
-            study, parts = read_parts(path)
+            study, parts = read_study_record(path).spec, list[StudyPart]()
+            for size, folder in find_parts(path).items():
+                own = [group for group in groups if group.folder == folder]
+                results = [result for group in own for result in group.results]
+                parts += [StudyPart(group.study, results, size) for group in own[:1] if group.study is not None]
             across = compare_across(study, parts)
             if not across.is_empty:
                 found.append({"title": study.name} | across.to_dict())

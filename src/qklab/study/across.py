@@ -94,10 +94,11 @@ class ClaimResult:
 
 @dataclass
 class AcrossFindings:
-    """What a study says beyond one size and one corpus; `size_metric` and `corpus_metric` are what effects are in."""
+    """What a study says beyond one size and one corpus; `order` has all its arms, `size_metric` and `corpus_metric` are
+    what effects are in."""
 
     baseline: str
-    arms: list[str]
+    order: list[str]
     level: float
     size_metric: str = ""
     corpus_metric: str = ""
@@ -106,6 +107,10 @@ class AcrossFindings:
     corpora: list[ArmOverCorpora] = field(default_factory=list)
     claims: list[ClaimResult] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def arms(self) -> list[str]:
+        return [arm for arm in self.order if arm != self.baseline]
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
@@ -118,8 +123,7 @@ class AcrossFindings:
 
 def compare_across(study: StudySpec, parts: Sequence[StudyPart]) -> AcrossFindings:
     """Over the sizes, the corpora and the claims of a study; nothing where it has one of each and no claim."""
-    arms = [arm for arm in study.arms if arm != study.baseline]
-    found = AcrossFindings(study.baseline, arms, 1 - alpha_of_each(study.alpha, study.analyses))
+    found = AcrossFindings(study.baseline, [*study.arms], 1 - alpha_of_each(study.alpha, study.analyses))
     if len(study.sizes) > 1 and parts:
         compare_sizes(study, parts, found)
     if len(study.corpora) > 1 and parts:

@@ -7,14 +7,22 @@ import { group, isHidden } from "./arms.js";
 import { cost, forest, maps, rates } from "./figures.js";
 import { curves, entropy, logits, sink } from "./curves.js";
 import { allAnswers } from "./answer.js";
+import { compute, corpora, sizes, speedUps, tellAcross, tellClaims } from "./across.js";
 import { ledgerTable, provenanceTables } from "./provenance.js";
 import { startPage } from "./theme.js";
 
 const distinct = (key) => [...new Set(data.groups.map((own) => own[key]))];
 const verdict = section("verdict", "Verdict");
+const claims = tellClaims();
+if (claims.length) section("claims", "Published figures", h("ul", { class: "arms" }, claims));
 const choice = h("nav", { id: "choose", "aria-label": "What the figures show" });
 document.querySelector("main").append(choice);
 section("forest", "Paired differences", forest.element);
+if (sizes) {
+  const figures = [sizes, compute, speedUps].filter(Boolean).map((figure) => figure.element);
+  section("sizes", "Across sizes", figures, h("ul", { class: "said" }, tellAcross()));
+}
+if (corpora) section("corpora", "Across corpora", corpora.element);
 section("curves", "Learning curves", curves.element);
 section("rates", "Loss against learning rate", rates.element);
 section("cost", "Cost and quality", cost.element);

@@ -86,6 +86,11 @@ COSTS: dict[str, list[Choices]] = {
     "softmax": [],
     "differential": [{"mix": "differential"}, {"mix": "differential", "share": "k=v"}],
     "differential-v2": [{"mix": "differential-v2"}, {"mix": "differential-v2", "kv_heads": 2}],
+    "window": [{"window": 512}, {"window": 128}],
+    "sinks": [{"sinks": True}],
+    "exclusive": [{"exclusive": True}],
+    "gate": [{"gate": "element"}, {"gate": "head"}],
+    "value-norm": [{"value_norm": True}, {"norm": "qk", "share": "k=v", "value_norm": True}],
 }
 
 # the rows of the cache page, at width 1024 and 16 heads
@@ -104,6 +109,7 @@ CACHED: list[Choices] = [
     couple("cca"),
     {"short_conv": 4},
     {"key_shift": True, "rope_fraction": 0.5},
+    {"window": 512},
 ]
 
 

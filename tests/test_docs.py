@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs/mechanisms").glob("*.md"))
 TEXT = {page: page.read_text(encoding="utf-8") for page in PAGES}
 ALL = "\n".join(TEXT.values())
-OTHERS = [ROOT / "README.md", ROOT / "docs/data.md", ROOT / "docs/logit-control.md"]
+OTHERS = [ROOT / "README.md", ROOT / "docs/data.md", ROOT / "docs/in-production.md", ROOT / "docs/logit-control.md"]
 SNIPPETS = [
     pytest.param(snippet, id=f"{page.stem}-{i}")
     for page, text in [*TEXT.items(), *((page, page.read_text(encoding="utf-8")) for page in OTHERS)]

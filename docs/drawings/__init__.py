@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from . import cache, couple, house, look_back, mix, project, rotate, stages
+from . import cache, couple, finish, house, look_back, mix, project, rotate, stages
 from .evidence import CLAIMS
 from .results import MEASUREMENTS, Chart
 from .sketch import Sketch
@@ -36,5 +36,10 @@ DRAWINGS: dict[str, Callable[[], Sketch]] = {
     "mechanisms/softmax.svg": mix.softmax,
     "mechanisms/differential.svg": mix.differential,
     "mechanisms/differential-v2.svg": mix.differential_v2,
+    "mechanisms/window.svg": finish.window,
+    "mechanisms/sinks.svg": finish.sinks,
+    "mechanisms/exclusive.svg": finish.exclusive,
+    "mechanisms/gate.svg": finish.gate,
+    "mechanisms/value-norm.svg": finish.value_norm,
     "mechanisms/cache.svg": cache.cache,
 }

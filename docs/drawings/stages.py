@@ -14,9 +14,9 @@ def stages() -> Sketch:
     choices = {
         "project": [kind.tuple_name for kind in PROJECTIONS.values()] + [Latent.tuple_name, "GQA", "MQA"],
         "couple": ["none", *register.coupling],
-        "normalise": ["none", "QK-norm"],
+        "normalise": ["none", "QK-norm", "value norm"],
         "rotate": [positions.get(name, name) for name in POSITIONS] + ["k=v: once", "k=v: on-read", "2-D asymmetry"],
-        "mix": list(register.mix),
+        "mix": [*register.mix, "window", "sinks", "XSA", "gate"],
     }
     tops = dict(zip(choices, (82, 156, 230, 300, 424), strict=True))
     s.text(88, 24, "x of every token")

@@ -10,6 +10,7 @@
 | coupling: step size δ                       | `step_size`, or 0 with init="identity"               |
 | coupling: affine's last layers              | 0                                                    |
 | differential λ vectors                      | N(0, 0.1)                                            |
+| sinks                                       | N(0, 0.02)                                           |
 | 2-D asymmetry                               | w = 1/m, s = 1                                       |
 
 Each module draws from a generator seeded by (seed, its name), on the CPU: the same seed gives a parameter the same

@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
+import pytest
+
 from qklab import AttentionSpec, CouplingSpec, cli
+from qklab.study.compare import ComparisonRequest, make_study
 from qklab.testing import CONTRACTS, contracts_of
 from qklab.testing.grid import SIZE
 
@@ -17,15 +20,15 @@ seeds = 2
 
 [base]
 corpus.tokenizer = "bytes"
-model = {layers = 1, width = 16, context = 16}
+model = {layers = 2, width = 16, context = 16}
 attention.heads = 2
 batch.sequences = 2
 budget.tokens = 128
 evaluation = {times = 1, tokens = 64, probes = 0}
 
 [arms.standard]
-[arms."turned and gated"]
-attention = {coupling.kind = "turn", mix = "gated"}
+[arms."alternating and gated"]
+attention = {layers = "alternating", mix = "gated"}
 """
 
 TINY = "--model.layers 1 --model.width 16 --model.context 16 --attention.heads 2 --batch.sequences 2 --budget.tokens 64"
@@ -41,9 +44,13 @@ def run(command: str) -> None:
 
 
 def check_contracts() -> None:
+    """As their author would: the coupling, which looks back, in all its combinations, and the pattern that has it."""
     spec = AttentionSpec(**SIZE, share="k=v", kv_heads=2, coupling=CouplingSpec(kind="turn", steps=2), mix="gated")
     for name in contracts_of(spec):
         CONTRACTS[name](spec, "cpu")
+    words = "-q -p pytest_qklab --pyargs qklab.testing -p no:cacheprovider --mechanism"
+    assert pytest.main([*words.split(), "trail", "--mechanism", "alternating", "-k", "K=V and gqa2"]) == 0
+    assert pytest.main([*words.split(), "trial"]) == pytest.ExitCode.INTERRUPTED  # there is none of this name
 
 
 def check_commands() -> None:
@@ -53,8 +60,14 @@ def check_commands() -> None:
     run(f"train --corpus.source counting --corpus.tokenizer bytes --attention.coupling.kind turn {TINY} --out run")
     run("report study --out report.html")
     page = Path("report.html").read_text(encoding="utf-8")
-    for words in ("token probability", "turned and gated"):
+    for words in ("token probability", "alternating and gated"):
         assert words in page, f"the report does not speak of {words}"
+
+
+def check_comparison() -> None:
+    """As `qklab compare --arms …` plans it, short of training."""
+    request = ComparisonRequest(arms=("trail", "unit-norm", "alternating", "gated"))
+    make_study("pico", request, 2**20).refuse_illegal()
 
 
 def check_family() -> None:
@@ -80,4 +93,5 @@ def check_family() -> None:
 if __name__ == "__main__":
     check_contracts()
     check_commands()
+    check_comparison()
     check_family()

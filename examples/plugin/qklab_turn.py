@@ -1,7 +1,9 @@
 """One thing of every kind that qklab takes from other packages, each by the decorator that qklab's own use.
 
 Installed (`pip install examples/plugin`), they are there by name: `qklab describe --coupling.kind turn --mix gated`,
-`qklab train --corpus.source counting`, `metric = "token_probability"` in a study's file.
+`qklab train --corpus.source counting`, `qklab compare --arms trail unit-norm`, `metric = "token_probability"` and
+`attention.layers = "alternating"` in a study's file. `pytest --pyargs qklab.testing --mechanism trail` checks all that a
+mechanism promises, in every combination that it allows.
 """
 
 import math
@@ -9,10 +11,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn, sigmoid
+from torch.nn.functional import normalize
 
 from qklab import register
 from qklab.attention.couple import Coupling
+from qklab.attention.look_back import LookbackCoupling
 from qklab.attention.mix import KeyValue, Mix
+from qklab.attention.norm import Normalisation
+from qklab.attention.past import Past
 from qklab.attention.visibility import Visibility
 from qklab.data.sources import Document, Source
 from qklab.ops.coupling import group_mean
@@ -38,6 +44,50 @@ class Turn(Coupling):
     @classmethod
     def map_products(cls, spec: Any, coupling: Any) -> int:
         return 0  # no matrix products
+
+
+@register.coupling("trail")
+class Trail(LookbackCoupling):
+    """A key carries some of the key before it: a coupling that looks back, of which the cache keeps a token more."""
+
+    formula = "k_t⁺ = k_t + δ k_{t−1}"
+    repeats = False  # so that `steps` is refused; and there is no force that heads could share
+    shares_force = False
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor | None, past: Past) -> tuple[Tensor, Tensor, Tensor | None]:
+        (before,) = past.before(k, 1)  # k [B, T, G, D] one token earlier; 0 at the beginning of a text
+        return q, (k + self.step.reshape(-1, 1) * before).to(k.dtype), v
+
+    @classmethod
+    def remembers(cls, spec: Any) -> tuple[tuple[int, int], ...]:
+        return ((1, spec.kv_heads * spec.head_width),)  # tokens and entries of every `past.before`
+
+    @classmethod
+    def map_parameters(cls, spec: Any, coupling: Any) -> int:
+        return 0
+
+    @classmethod
+    def map_products(cls, spec: Any, coupling: Any) -> int:
+        return 0
+
+
+@register.norm("unit")
+class Unit(Normalisation):
+    """Queries and keys of length √D, without gains."""
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        scale = math.sqrt(q.shape[-1])
+        return scale * normalize(q, dim=-1), scale * normalize(k, dim=-1)
+
+    @classmethod
+    def formula_of(cls, spec: Any) -> str:
+        return "q ← √D q/‖q‖ ; k ← √D k/‖k‖"
+
+
+@register.pattern("alternating")
+def list_layers() -> list[dict[str, Any]]:
+    """Layers by turns: what `attention.layers` says in a run's file."""
+    return [{"coupling": {"kind": "trail"}}, {"norm": "unit"}]
 
 
 @register.mix("gated")

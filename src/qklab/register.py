@@ -114,6 +114,7 @@ def import_plugins(group: str = GROUP) -> None:
 coupling = Registry("coupling", "qklab.attention.couple", "qklab.attention.look_back")
 mix = Registry("mix", "qklab.attention.mix")
 norm = Registry("norm", "qklab.attention.norm")
+pattern = Registry("pattern of layers")
 metric = Registry("metric", "qklab.study.metrics")
 source = Registry("corpus source", "qklab.data.sources", "qklab.data.tasks")
 task = Registry("task", "qklab.data.tasks")

@@ -80,18 +80,18 @@ class ConvolutionalCoupling(LookbackCoupling):
         return new_q.to(q.dtype), new_k.to(k.dtype), None if v is None else delay_half(v, past)
 
     def convolve(self, u: Tensor, past: Past) -> Tensor:
-        """Entry by entry over two tokens, then head by head over two: u [B, T, H + G, D] → the same shape."""
-        one, two = past.before(u, 2)
-        now, before = (self.spread(weight, len(u)) for weight in self.entry_weight.unbind(-3))
-        bias = self.spread(self.entry_bias, len(u))
-        a = torch.cat([now * u + before * one + bias, now * one + before * two + bias], -1)
-        weight = self.head_weight
-        if self.members is None:
-            y = torch.einsum("bthi,hio->btho", a.to(weight.dtype), weight)
-        else:
-            rows = a.unflatten(0, (self.members, -1)).to(weight.dtype)
-            y = torch.einsum("sbthi,shio->sbtho", rows, weight).flatten(0, 1)
-        return y + self.spread(self.head_bias, len(u))
+        """Entry by entry over two tokens, then head by head over two: u [B, T, H + G, D] → the same shape.
+
+        Both are linear, so they are one product with three tokens; every row has a copy of the weights, since a sum
+        over all tokens at once would leave most of a GPU idle on the way back.
+        """
+        now, before = self.entry_weight.unsqueeze(-1).unbind(-4)  # [H + G, D, 1]
+        this, last = self.head_weight.chunk(2, -2)  # [H + G, D, D]
+        weight = torch.cat([now * this, before * this + now * last, before * last], -2)
+        bias = (self.entry_bias.unsqueeze(-1) * (this + last)).sum(-2) + self.head_bias
+        tokens = torch.cat([u, *past.before(u, 2)], -1).to(weight.dtype).transpose(1, 2)  # [B, H + G, T, 3D]
+        weight = spread_members(weight, self.members, len(u), 0).expand(len(u), -1, -1, -1)
+        return (tokens @ weight).transpose(1, 2) + self.spread(bias, len(u))
 
     def spread(self, parameter: Tensor, rows: int) -> Tensor:
         """A parameter […] so that it broadcasts with [B, T, …], of members each on its own rows."""
@@ -109,7 +109,7 @@ class ConvolutionalCoupling(LookbackCoupling):
 
     @classmethod
     def map_products(cls, spec: AttentionSpec, coupling: CouplingSpec) -> int:
-        return (spec.query_heads + spec.kv_heads) * 2 * spec.head_width**2
+        return (spec.query_heads + spec.kv_heads) * 3 * spec.head_width**2
 
 
 class ShortConvolution(nn.Module):

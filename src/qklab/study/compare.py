@@ -141,6 +141,7 @@ def list_arms() -> dict[str, dict[str, Any]]:
         "mqa": {"kv_heads": 1},
         **{f"{norm}-norm": {"norm": norm} for norm in register.norm if norm != "none"},
         **{mix: {"mix": mix} for mix in register.mix if mix != "softmax"},
+        **{name: {"layers": name} for name in register.pattern},
         "gate": {"gate": "element"},
         "sinks": {"sinks": True},
         "xsa": {"exclusive": True},

@@ -10,7 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from qklab import register
 from qklab.attention.spec import AttentionSpec, CouplingSpec, LatentSpec
+from qklab.model.spec import DecoderSpec
 from qklab.schema import Spec, SpecError
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -149,6 +151,21 @@ PATTERNS: tuple[tuple[AttentionSpec, ...], ...] = (
         AttentionSpec(width=8, heads=2, mix="differential", share="q=k=v", kv_rotation="on-read"),
     ),
 )
+
+
+def list_decoders(pattern: str) -> list[DecoderSpec]:
+    """Small decoders whose layers follow a registered pattern, with and without groups, under every share it allows."""
+    found = []
+    for share, kv_heads in itertools.product(choices(AttentionSpec)["share"], (4, 2)):
+        try:
+            specs = tuple(
+                AttentionSpec.from_dict(SIZE | {"share": share, "kv_heads": kv_heads} | layer)
+                for layer in register.pattern[pattern]()
+            )
+            found.append(DecoderSpec(vocab=11, width=SIZE["width"], layers=len(specs) + 1, attention=specs, context=8))
+        except SpecError:
+            continue
+    return found
 
 
 def randomise(module: Module, seed: int = 0) -> Module:

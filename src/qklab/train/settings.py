@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from qklab import register
 from qklab.data.shards import MANIFEST, Corpus
 from qklab.data.spec import DataSpec
 from qklab.data.tasks import parse_task
@@ -83,9 +84,11 @@ def resolve_model(model: dict[str, Any], attention: dict[str, Any], vocab: int) 
     """The recipe's model with these changes; its vocabulary is the tokenizer's unless given."""
     base = recipe(model.pop("recipe", "nano")).to_dict()
     pattern = attention.pop("layers", [{}])
+    pattern = register.pattern[pattern]() if isinstance(pattern, str) else pattern
     if not isinstance(pattern, list) or not pattern or not all(isinstance(layer, Mapping) for layer in pattern):
         raise SpecError(
-            f"attention.layers is a list of tables, [[attention.layers]], but {format_value(pattern)} came.",
+            "attention.layers is a list of tables, [[attention.layers]], or the name of a registered pattern, but "
+            f"{format_value(pattern)} came.",
             "attention.layers",
         )
     layers = [resolve_layer(base["attention"], merge_settings(attention, layer), model) for layer in pattern]

@@ -2,8 +2,8 @@
 
 Installed (`pip install examples/plugin`), they are there by name: `qklab describe --coupling.kind turn --mix gated`,
 `qklab train --corpus.source counting`, `qklab compare --arms trail unit-norm`, `metric = "token_probability"` and
-`attention.layers = "alternating"` in a study's file. `pytest --pyargs qklab.testing --mechanism trail` checks all that a
-mechanism promises, in every combination that it allows.
+`attention.layers = "alternating"` in a study's file. `pytest --pyargs qklab.testing --mechanism trail` checks all that
+a mechanism promises, together with every other choice that it allows.
 """
 
 import math

@@ -16,7 +16,7 @@ SLOW = ("gradients", "compilation")
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     names = metafunc.config.getoption("--mechanism")
-    refuse_unknown(names)
+    refuse_unregistered(names)
     if "decoder" in metafunc.fixturenames:
         found: list[Any] = [made for name in names if name in register.pattern for made in list_decoders(name)]
         metafunc.parametrize("decoder", found, ids=lambda spec: spec.name)
@@ -27,7 +27,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(name, cover_choices(specs, together), ids=lambda spec: spec.name)
 
 
-def refuse_unknown(names: list[str]) -> None:
+def refuse_unregistered(names: list[str]) -> None:
     known = [name for kind in (register.coupling, register.norm, register.mix, register.pattern) for name in kind]
     for name in names:
         if name not in known:

@@ -20,18 +20,19 @@ from statistics import fmean, stdev
 from typing import Any
 
 from qklab.study.claims import ClaimVerdict, MeasuredEffect, judge_claim
-from qklab.study.findings import Findings, derive_findings
+from qklab.study.findings import Findings, average_corpora, derive_findings
 from qklab.study.metrics import find_metric
 from qklab.study.plan import PlannedRun, write_number
 from qklab.study.records import RunResult
 from qklab.study.spec import StudySpec, read_study
+from qklab.study.verdict import Verdict
 
 EVIDENCE = Path(__file__).parent
 PAGE, RESULTS = EVIDENCE.parent / "docs/evidence.md", EVIDENCE / "results.json"
 SIZES = 3  # that a verdict on a claim needs
 MARK = "<!-- table: begin -->"
 MINUS = str.maketrans("-", "−")
-Values = dict[tuple[str, float], dict[int, float]]  # (arm, learning rate) → seed → loss on test text
+Values = dict[tuple[str, float], dict[int, float]]  # (arm, learning rate) → seed → the metric on test text
 
 
 # From records to numbers
@@ -42,7 +43,8 @@ class Evidence:
 
     def __init__(self, folder: Path):
         self.name, self.folder, self.spec = folder.name, folder, read_study(folder / "study.toml")
-        self.size = str(self.spec.base["model"]["recipe"])
+        model = self.spec.base["model"]
+        self.size = str(model.get("recipe") or f"{model['layers']}×{model['width']}")
         self.results = read_kept_results(folder, self.spec)
         self.runs = len(self.results)
         counts = {result.planned.arm: int(result.summary["parameters"]) for result in self.results}
@@ -52,11 +54,11 @@ class Evidence:
         return derive_findings(self.spec, self.results, corpus)
 
     def collect(self, corpus: str) -> Values:
-        loss, found = find_metric("loss"), Values()
+        metric, found = find_metric(self.spec.metric), Values()
         for result in self.results:
             run = result.planned
             if run.corpus == corpus:
-                found.setdefault((run.arm, run.lr), {})[run.seed] = result.value(loss)
+                found.setdefault((run.arm, run.lr), {})[run.seed] = result.value(metric)
         return found
 
     def measure(self, arm: str, baseline: str) -> list[MeasuredEffect]:
@@ -93,18 +95,31 @@ class Evidence:
                 "notes": findings.notes,
                 "arms": {arm: self.describe_arm(arm, findings, values) for arm in self.parameters},
             }
-        return {"size": self.size, "baseline": self.spec.baseline, "runs": self.runs, "corpora": corpora}
+        metric = find_metric(self.spec.metric)
+        about: dict[str, Any] = {} if metric.name == "loss" else {"unit": metric.unit}
+        average = average_corpora(self.spec, [self.find(corpus) for corpus in self.spec.corpora])
+        if average is not None:
+            about["mean"] = {"of": average.corpus, "chance": round_number(average.chance), "arms": {}}
+            for arm, values in average.values.items():
+                own = describe_verdict(average.verdicts.get(arm))
+                about["mean"]["arms"][arm] = {"value": round(fmean(values.values()), 4), "lr": 0.0} | own
+        return {"size": self.size, "baseline": self.spec.baseline, "runs": self.runs, "corpora": corpora} | about
 
     def describe_arm(self, arm: str, findings: Findings, values: Values) -> dict[str, Any]:
-        verdict = findings.verdicts.get(arm)
-        paired = None if verdict is None else verdict.paired
         rates = {write_number(lr): describe_losses(values.get((arm, lr), {}).values()) for lr in findings.grid}
         about: dict[str, Any] = {"parameters": self.parameters[arm], "lr": findings.lrs[arm], "rates": rates}
-        if verdict is not None:
-            about["verdict"] = {"word": verdict.verdict, "seeds": verdict.seeds, "p": round_number(verdict.p_holm)}
-        if paired is not None:
-            about["difference"] = [round_number(value) for value in (paired.mean, paired.low, paired.high)]
-        return about
+        return about | describe_verdict(findings.verdicts.get(arm))
+
+
+def describe_verdict(verdict: Verdict | None) -> dict[str, Any]:
+    """The word and the difference, as far as there are any."""
+    if verdict is None:
+        return {}
+    word = {"word": verdict.verdict, "seeds": verdict.seeds, "p": round_number(verdict.p_holm)}
+    paired = verdict.paired
+    if paired is None:
+        return {"verdict": word}
+    return {"verdict": word, "difference": [round_number(value) for value in (paired.mean, paired.low, paired.high)]}
 
 
 def read_kept_results(folder: Path, spec: StudySpec) -> list[RunResult]:
@@ -133,15 +148,30 @@ def round_number(value: float | None) -> float | None:
 
 
 def write_study_table(about: Mapping[str, Any]) -> str:
-    """Mean loss of every arm at every learning rate, and the difference at each arm's own best."""
+    """Mean of the metric of every arm at every learning rate, and the difference at each arm's own best."""
     lines = []
     for corpus, found in about["corpora"].items():
         rates = [write_number(lr) for lr in found["grid"]]
-        heads = [f"{corpus}: nats per token on test text", *rates, f"against {about['baseline']}", "p (Holm)"]
+        heads = [
+            f"{corpus}: {about.get('unit', 'nats per token on test text')}",
+            *rates,
+            f"against {about['baseline']}",
+            "p (Holm)",
+        ]
         lines += ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 1)]
         for arm, own in found["arms"].items():
             cells = [write_losses(own["rates"][rate], float(rate) == own["lr"]) for rate in rates]
             lines.append("| " + " | ".join([arm, *cells, write_difference(own), write_p(own)]) + " |")
+        lines.append("")
+    if "mean" in about:
+        mean = about["mean"]
+        chance = "" if mean["chance"] is None else f" (chance {mean['chance']:.1f})"
+        heads = [f"{mean['of']}: {about['unit']}{chance}", "mean", f"against {about['baseline']}", "p (Holm)"]
+        lines += ["| " + " | ".join(heads) + " |", "|---|---:|---:|---:|"]
+        lines += [
+            f"| {arm} | {own['value']:.2f} | {write_difference(own)} | {write_p(own)} |"
+            for arm, own in mean["arms"].items()
+        ]
         lines.append("")
     return "\n".join(lines)
 

@@ -154,7 +154,7 @@ def test_the_published_tasks(path: str):
     assert sum(found.run(which, "task:sort", 1e-3, 0).model.pattern[0].asymmetry_2d for which in found.arms) == 2
 
 
-@pytest.mark.parametrize("claim", ["a4", "a7", "a8", "b7"])
+@pytest.mark.parametrize("claim", ["a4", "a8", "b7"])
 def test_what_cannot_be_done_yet_is_said(claim: str):
     for name in (f"{claim}.toml", f"full/{claim}.toml"):
         assert "Missing: " in (STUDIES / name).read_text(encoding="utf-8")

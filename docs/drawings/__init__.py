@@ -6,6 +6,7 @@ from . import cache, couple, finish, house, look_back, mix, project, rotate, sta
 from .evidence import CLAIMS
 from .results import MEASUREMENTS, Chart
 from .sketch import Sketch
+from .tasks import TASKS
 
 __all__ = ["CHARTS", "DRAWINGS"]
 
@@ -42,4 +43,4 @@ DRAWINGS: dict[str, Callable[[], Sketch]] = {
     "mechanisms/gate.svg": finish.gate,
     "mechanisms/value-norm.svg": finish.value_norm,
     "mechanisms/cache.svg": cache.cache,
-}
+} | TASKS

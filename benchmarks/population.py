@@ -1,7 +1,7 @@
 """What a population buys: tokens/s of S runs in one step against one run alone, as `qklab study` trains them.
 
     python benchmarks/population.py --sizes nano micro mini          # on a GPU: solo and population, standard attention
-    python benchmarks/population.py --sizes nano --arms standard leapfrog affine k=v qk-norm
+    python benchmarks/population.py --sizes nano micro mini --arms standard leapfrog affine k=v qk-norm  # at nano
     python benchmarks/population.py --sizes nano --profile           # where a population's step spends its time
     python benchmarks/population.py --sizes nano --curves            # whole loss curves, population against solo
 
@@ -271,7 +271,8 @@ def main() -> None:
         size, arm, members = options.case
         print(json.dumps(run_case(size, arm, int(members), options)))
         return
-    asked = [(size, arm) for size in options.sizes for arm in options.arms]
+    first, *larger = options.sizes
+    asked = [*((first, arm) for arm in options.arms), *((size, "standard") for size in larger)]
     together = {(size, arm): options.members or SIZES[size][1] for size, arm in asked}
     if options.profile:
         for size, arm in asked:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,7 +56,7 @@ def test_two_places_are_welchs_t_test() -> None:
     from scipy.stats import ttest_ind
 
     a, b = [0.1, 0.3, 0.2, 0.5], [0.9, 0.4, 0.7]
-    expected = ttest_ind(a, b, equal_var=False)
+    expected: Any = ttest_ind(a, b, equal_var=False)
     found = estimate_contrast([a, b], [1, -1])
     assert found.p == pytest.approx(expected.pvalue)
     assert (found.low, found.high) == pytest.approx([*expected.confidence_interval()])

@@ -168,7 +168,10 @@ def test_effects_trend_and_speed_up_over_sizes() -> None:
     assert arm.speed_ups[0].seconds[0] < ratio  # k=v trains more slowly here
     text = write_across(found)
     assert "an extrapolation, of a straight line, beyond every size that was run." in text
-    assert "To reach the loss of k=v at small, standard needs" in text
+    assert (
+        "What standard needs to reach the loss of k=v on stdlib, as a multiple of what k=v took (95 % intervals): at"
+        in text
+    )
     assert "Without its largest run it foretells" in text
     assert len(found.compute[0].curve) > 20
 

@@ -217,7 +217,7 @@ def describe_over_sizes(
     if metric.lower_is_better and len(parts) >= LEAST_SIZES:
         try:
             speed_ups = estimate_speed_ups(measure_sizes(study, parts, corpus, arm, metric), level)
-            sentences += [describe_speed_up(arm, study.baseline, each) for each in speed_ups]
+            sentences += [describe_speed_ups(arm, corpus, study.baseline, speed_ups)] if speed_ups else []
         except ValueError as error:
             sentences.append(f"{arm} on {corpus} has no speed-up: {error}")
     return ArmOverSizes(corpus, arm, effects, trend, speed_ups, sentences)
@@ -292,15 +292,17 @@ def describe_size_trend(arm: str, corpus: str, trend: SizeTrend, words: VerdictS
     )
 
 
-def describe_speed_up(arm: str, baseline: str, found: SpeedUp) -> str:
+def describe_speed_ups(arm: str, corpus: str, baseline: str, found: Sequence[SpeedUp]) -> str:
     def write(ratio: tuple[float, float, float | None]) -> str:
         high = "no upper limit" if ratio[2] is None else f"{ratio[2]:.3g}"
-        return f"({100 * found.level:.3g} % interval {ratio[1]:.3g} to {high})"
+        return f"{ratio[0]:.3g} × ({ratio[1]:.3g} to {high})"
 
-    beyond = " That is more compute than any of its runs had: extrapolated." if found.beyond else ""
+    told = [f"at {each.size} {write(each.flops)} in FLOPs, {write(each.seconds)} in time" for each in found]
+    beyond = [each.size for each in found if each.beyond]
+    extrapolated = f" More compute than any of its runs had, so extrapolated: {', '.join(beyond)}." if beyond else ""
     return (
-        f"To reach the loss of {arm} at {found.size}, {baseline} needs {found.flops[0]:.3g} times the FLOPs "
-        f"{write(found.flops)} and {found.seconds[0]:.3g} times the time {write(found.seconds)}.{beyond}"
+        f"What {baseline} needs to reach the loss of {arm} on {corpus}, as a multiple of what {arm} took "
+        f"({100 * found[0].level:.3g} % intervals): {'; '.join(told)}.{extrapolated}"
     )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from qklab.schema import Spec, number_field, text_field
 from qklab.study.stats.groups import Contrast, average_groups, estimate_contrast, interaction_p_value
-from qklab.study.stats.paired import ANECDOTE, Statistic, name_seeds, require_positive
+from qklab.study.stats.paired import ANECDOTE, Array, Statistic, name_seeds, require_positive
 from qklab.study.stats.power import plan_more_seeds
 from qklab.study.stats.scaling import LEAST_SIZES, slope_weights
 from qklab.study.verdict import write_p_value, write_per_cent
@@ -53,7 +53,7 @@ class MeasuredEffect:
 
     size: str
     parameters: float
-    differences: Sequence[float]
+    differences: Sequence[float] | Array
     corpus: str = ""
     lr: float | None = None
     diverged: int = 0

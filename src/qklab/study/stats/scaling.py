@@ -55,7 +55,7 @@ class SizeTrend(Statistic):
     further: Contrast
 
 
-def fit_trend(parameters: Sequence[float], groups: Groups, further: float, level: float = 0.95) -> SizeTrend:
+def fit_trend(parameters: Sequence[float] | Array, groups: Groups, further: float, level: float = 0.95) -> SizeTrend:
     """The straight line of the effect over log10(parameters), every size counting the same.
 
     The slope's interval is that of a contrast: it holds for the line that is closest to the true effects, whether or
@@ -139,23 +139,23 @@ def fit_compute_curve(flops: Array, losses: Array) -> ComputeCurve:
     """
     x, lowest = np.log(flops), losses.min(-1, keepdims=True)
 
-    def fit(floors: Array) -> tuple[Array, Array, Array]:  # [..., floors] → errors, slopes and heights likewise
+    def fit(floors: Array) -> tuple[Array, Array, Array]:  # [..., floors] → the best of them, its slope and its height
         left = losses[..., None, :] - floors[..., None]  # [..., floors, sizes]
         y, w = np.log(left), left * left
         total = w.sum(-1, keepdims=True)
         dx, dy = x - (w * x).sum(-1, keepdims=True) / total, y - (w * y).sum(-1, keepdims=True) / total
         slope = (w * dx * dy).sum(-1, keepdims=True) / (w * dx * dx).sum(-1, keepdims=True)
-        height = ((w * (y - slope * x)).sum(-1, keepdims=True) / total)[..., 0]
-        return (w * (dy - slope * dx) ** 2).sum(-1), slope[..., 0], height
+        errors = (w * (dy - slope * dx) ** 2).sum(-1) + 1e-15 * floors**2  # of floors that fit alike the lowest
+        best, height = errors.argmin(-1)[..., None], (w * (y - slope * x)).sum(-1) / total[..., 0]
+        floor, slope, height = (np.take_along_axis(each, best, -1) for each in (floors, slope[..., 0], height))
+        return floor, slope, height
 
     floors, step = FLOORS * lowest, FLOORS[1] * lowest
-    for _ in range(3):
-        errors, slopes, heights = fit(floors)
-        best = (errors + 1e-15 * floors**2).argmin(-1)[..., None]  # of floors that fit alike the lowest
-        floor, slope, height = (np.take_along_axis(each, best, -1) for each in (floors, slopes, heights))
-        floors = np.clip(floor + step * np.linspace(-1, 1, len(FLOORS)), 0.0, FLOORS[-1] * lowest)
-        step = step * 2 / (len(FLOORS) - 1)
-    return ComputeCurve(floor[..., 0], np.exp(height[..., 0]), -slope[..., 0])
+    for _ in range(2):
+        around = fit(floors)[0] + step * np.linspace(-1, 1, len(FLOORS))
+        floors, step = np.clip(around, 0.0, FLOORS[-1] * lowest), step * 2 / (len(FLOORS) - 1)
+    floor, slope, height = (each[..., 0] for each in fit(floors))
+    return ComputeCurve(floor, np.exp(height), -slope)
 
 
 @dataclass(frozen=True)

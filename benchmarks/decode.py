@@ -85,7 +85,8 @@ class Problem:
     def row(self, b: int) -> "Problem":
         """Row b in float64."""
         part = slice(b, b + 1)
-        options = {name: value[part] if name == "starts" else value for name, value in self.options.items()}
+        by_row = ("starts", "lengths")
+        options = {name: value[part] if name in by_row else value for name, value in self.options.items()}
         if "angles" in options:
             options["angles"] = tuple(table.double() for table in options["angles"])
         v = None if self.v is None else self.v[part].double()
@@ -121,6 +122,10 @@ def build(name: str, batch: int, context: int, device: str, dtype: torch.dtype) 
     if name == "separate":
         k, v = make(**gqa)
         return Problem(q, k, v)
+    if name == "window":  # a ring as wide as the window, gone round a few times
+        k, v = make(**gqa)
+        lengths = torch.full((batch,), 3 * context + 5, device=device)
+        return Problem(q, k, v, {"window": context, "lengths": lengths})
     if name == "separate, mha":
         k, v = make(width=groups * width, heads=groups)
         return Problem(q[:, :, :groups], k, v)
@@ -136,7 +141,7 @@ def build(name: str, batch: int, context: int, device: str, dtype: torch.dtype) 
     return Problem(q, k, None, {"angles": (cos[0, :, 0], sin[0, :, 0])})
 
 
-PROBLEMS = ("separate", "separate, mha", "shared", "ragged", "on-read", "latent 16", "latent 128")
+PROBLEMS = ("separate", "separate, mha", "window", "shared", "ragged", "on-read", "latent 16", "latent 128")
 
 
 def torch_arm(problem: Problem, backend: SDPBackend | None, packed: bool = False) -> Arm:

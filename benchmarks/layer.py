@@ -50,7 +50,7 @@ def arms(width: int) -> dict[str, dict[str, Any]]:
         "sinks": {"sinks": True},
         "xsa": {"exclusive": True},
         "window 512": {"window": 512},
-        "hybrid 5:1": {"attention": [{"window": 512}] * 5 + [{}]},
+        "hybrid 3:1": {"attention": [{"window": 512}] * 3 + [{}]},
     }
 
 
@@ -172,6 +172,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--model", choices=list(RECIPES), help="nano on the CPU, 51m on a GPU")
     parser.add_argument("--batch", type=int, help="sequences per training step; 4 on the CPU, 64 on a GPU")
+    parser.add_argument("--tokens", type=int, help="tokens of each; 256 on the CPU, 1024 on a GPU")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--decode-batch", type=int, help="rows decoded together; 4 on the CPU, 32 on a GPU")
     parser.add_argument("--decode-context", type=int, help="tokens already cached; 1024 on the CPU, 8192 on a GPU")
@@ -187,7 +188,7 @@ def main() -> None:
     if unknown := [arm for arm in wanted if arm not in known]:
         parser.error(f"there is no arm {unknown[0]!r}; the arms are {', '.join(known)}")
     specs = {arm: recipe(name, **choices) for arm, choices in known.items() if arm in wanted or arm == "(Q,K,V)"}
-    batch, tokens = options.batch or (64 if gpu else 4), 1024 if gpu else 256
+    batch, tokens = options.batch or (64 if gpu else 4), options.tokens or (1024 if gpu else 256)
     decode_batch = options.decode_batch or (32 if gpu else 4)
     context = options.decode_context or (8192 if gpu else 1024)
     compiled = gpu and not options.no_compile

@@ -63,7 +63,8 @@ def bounded(found: Diagnosis, spec: AttentionSpec) -> None:
         assert values.shape == (2, spec.query_heads), name
         assert not values.requires_grad
         assert name in SOMETIMES or values.isfinite().all(), name
-    most = found.visible.sum(-1).double().log().mean()  # a query is never less decided than a uniform choice
+    # a query is never less decided than a uniform choice
+    most = (found.visible.sum(-1) + spec.sinks).double().log().mean()
     assert (found["entropy"] >= 0).all()
     assert (found["entropy"] <= most + 1e-12).all()
     assert ((found["sink_mass"] >= 0) & (found["sink_mass"] <= 1)).all()
@@ -72,7 +73,7 @@ def bounded(found: Diagnosis, spec: AttentionSpec) -> None:
     assert found["query_shift"].isnan().all() == found["key_shift"].isnan().all() == (spec.coupling is None)
     stepped = spec.coupling is not None and spec.coupling.kind != "affine"
     assert found["step_size"].isnan().all() == (not stepped)
-    if spec.key_is_value:
+    if spec.key_is_value and not spec.value_norm:
         close(found["key_value_cosine"], torch.ones(2, spec.query_heads))
 
 
@@ -90,6 +91,8 @@ SPECS: dict[str, AttentionSpec] = {
     "2-D asymmetry": built(share="q=k", causal=False, asymmetry_2d=True, asymmetry_free_scale=True),
     "differential": built(mix="differential", kv_heads=2),
     "differential-v2": built(mix="differential-v2", kv_heads=2, position="learned"),
+    "window and sinks": built(window=3, sinks=True, kv_heads=2),
+    "value norm": built(share="k=v", norm="qk", value_norm=True),
     "MLA": built(latent=LatentSpec(query_rank=6, kv_rank=5, rope_width=2, norm=False), bias=True),
     "MLA normed": built(latent=LatentSpec(query_rank=6, kv_rank=5, rope_width=2)),
 }
@@ -116,7 +119,10 @@ def test_maps_are_the_layers_own(name: str, segments: Tensor | None, monkeypatch
         close(model.attention(layer)(x, segments=segments), y)
         monkeypatch.undo()
     assert found.maps.shape == (2, 2, spec.query_heads, 7, 7)
-    close(found.maps.sum(-1), torch.ones(found.maps.shape[:-1]))
+    if spec.sinks:
+        assert (found.maps.sum(-1) < 1).all()
+    else:
+        close(found.maps.sum(-1), torch.ones(found.maps.shape[:-1]))
     bounded(found, spec)
 
 
@@ -135,6 +141,8 @@ class Rows:
         q, k, v = NAIVE["project"](self.spec, self.state, x)
         coupled = NAIVE["couple"](self.spec, self.state, q, k)
         normed = NAIVE["normalise"](self.spec, self.state, *coupled)
+        if self.spec.value_norm:
+            v = [NAIVE["rms_norm"](key, self.spec.norm_eps) for key in v or coupled[1]]
         return (q, k), coupled, (*normed, v or normed[1])
 
     def key_head(self, h: int, keys: list[Tensor]) -> int:
@@ -165,7 +173,9 @@ class Rows:
         return sum(float(w) * p for w, p in channels)
 
     def entropy(self, h: int) -> float:
-        return float(np.mean([-sum(w * math.log(w) for w in row if w > 0) for *_, row in self.weights(h)]))
+        """What a sink takes is one more share."""
+        shares = [[*row, (1 - sum(row)) * self.spec.sinks] for *_, row in self.weights(h)]
+        return float(np.mean([-sum(w * math.log(w) for w in row if w > 0) for row in shares]))
 
     def sink_mass(self, h: int) -> float:
         return float(np.mean([row[i - here.position] for _, i, here, row in self.weights(h) if here.position > 0]))

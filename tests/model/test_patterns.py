@@ -80,6 +80,15 @@ def test_recipes_and_run_files_take_patterns() -> None:
         resolve_run({"attention": {"layers": [{"share": "v=k"}, {}]}})
 
 
+def test_a_hybrid_shows_what_its_windows_save() -> None:
+    local, whole = A.replace(window=512), A.replace(rope_base=1e6)
+    spec = build_spec((local,) * 5 + (whole,), layers=6)
+    assert spec.name == "6×16 swiglu · 5× (Q,K,V) · window 512 | (Q,K,V) · base 1e+06"
+    assert spec.cache_bytes(32_768) == (5 * 512 + 32_768) * A.cache_bytes(1)
+    (cache,) = [line for line in format_decoder(spec).splitlines() if "cache bytes at 32,768" in line]
+    assert cache.split()[-2:] == ["−82", "%"]
+
+
 def test_a_model_is_described_kind_by_kind() -> None:
     lines = format_decoder(build_spec((A, A, B))).splitlines()
     assert "(Q,K,V): layers 0, 1, 3" in lines

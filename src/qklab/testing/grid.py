@@ -150,6 +150,11 @@ PATTERNS: tuple[tuple[AttentionSpec, ...], ...] = (
         AttentionSpec(**SIZE, share="k=v", kv_rotation="on-read"),
         AttentionSpec(width=8, heads=2, mix="differential", share="q=k=v", kv_rotation="on-read"),
     ),
+    (
+        AttentionSpec(**SIZE, window=2, sinks=True),
+        AttentionSpec(**SIZE, window=3, kv_heads=2, rope_base=50.0, norm="qk", value_norm=True),
+        AttentionSpec(**SIZE, kv_heads=1, share="k=v", norm="qk", value_norm=True, gate="head", exclusive=True),
+    ),
 )
 
 

@@ -129,3 +129,21 @@ def test_masked_tokens_are_chosen_by_seed_and_window_and_ends_of_text_never(corp
     one, two = windows.batch(np.array([0, 1])), windows.batch(np.array([1]))
     assert torch.equal(one.ids[1], two.ids[0])
     assert torch.equal(one.targets[1], two.targets[0])
+
+
+def test_a_small_encoder_learns_to_subtract(tmp_path: Path) -> None:
+    """The larger truths are benchmarks/known_truths.py's."""
+    spec, execution = task(
+        "task:sub?length=8&train=1000&valid=20&test=200",
+        attention={"causal": False, "position": "learned"},
+        model={"layers": 1, "tied": False},
+        optimiser={"lr": 1e-2},
+        budget={"tokens": 100 * 64},
+        evaluation={"times": 0, "probes": 0},
+    )
+    summary = train(spec, tmp_path / "run", execution).summary
+    assert summary is not None
+    found = summary["evaluation"]["test"]
+    assert found["accuracy"] > 0.999
+    assert found["sequence_accuracy"] > 0.99
+    assert 0.05 < found["chance"] < 0.15

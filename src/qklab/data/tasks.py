@@ -311,7 +311,7 @@ class TaskSource(Source):
         return [[self.name.partition("?")[0], FORMAT, self.task.to_dict()]]
 
     def read_documents(self) -> Iterator[Document]:
-        words = np.array([f"{symbol} ".encode() for symbol in [*self.alphabet, "."]], object)
+        words = np.array([f"{symbol} ".encode() for symbol in [*self.task.alphabet, "."]], object)
         position = 0
         for number, split in enumerate(ORDER):
             count = getattr(self.task, split)

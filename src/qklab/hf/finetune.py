@@ -49,8 +49,10 @@ class FineTuning:
 def load_classifier(folder: Path, labels: int, seed: int, device: str = "cpu") -> tuple[nn.Module, Any]:
     """The model of a run, an export or a Transformers folder, with a new head for so many labels drawn from `seed`, and
     its tokenizer."""
+    refuse_converted(folder)
     model, tokenizer, _ = load_for_evaluation(folder, device="cpu")
     torch.manual_seed(seed)
+    classifier: Any
     if isinstance(model, QKLabForCausalLM | QKLabForMaskedLM):
         model.config.num_labels = labels
         classifier = QKLabForSequenceClassification(model.config)
@@ -63,6 +65,17 @@ def load_classifier(folder: Path, labels: int, seed: int, device: str = "cpu") -
         tokenizer.pad_token = tokenizer.eos_token
     classifier.config.pad_token_id = tokenizer.pad_token_id
     return classifier.to(device), tokenizer
+
+
+def refuse_converted(folder: Path) -> None:
+    """Transformers would load a converted model's classifier without its conversion, and say nothing."""
+    path = folder / "config.json"
+    saved = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if any("qklab" in part for part in (saved, *saved.values()) if isinstance(part, dict)):
+        raise ValueError(
+            f"{folder} holds a converted model, whose classifier cannot be loaded; give a run, an export or a model as "
+            "it was before."
+        )
 
 
 class EncodedExamples:

@@ -40,11 +40,11 @@ def score_matthews(said: np.ndarray, right: np.ndarray) -> float:
 
 
 def score_pearson(said: np.ndarray, right: np.ndarray) -> float:
-    return 0.0 if np.ptp(said) == 0 else float(stats.pearsonr(said, right).statistic)
+    return 0.0 if np.ptp(said) == 0 else float(stats.pearsonr(said, right)[0])  # pyright: ignore[reportArgumentType]
 
 
 def score_spearman(said: np.ndarray, right: np.ndarray) -> float:
-    return 0.0 if np.ptp(said) == 0 else float(stats.spearmanr(said, right).statistic)
+    return 0.0 if np.ptp(said) == 0 else float(stats.spearmanr(said, right)[0])  # pyright: ignore[reportArgumentType]
 
 
 @dataclass(frozen=True)

@@ -347,7 +347,7 @@ class QKLabForMaskedLM(QKLabPreTrainedModel):
         loss = None
         if labels is not None:
             loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
-        return MaskedLMOutput(loss=loss, logits=logits, hidden_states=found.hidden_states)
+        return MaskedLMOutput(loss=cast(Any, loss), logits=logits, hidden_states=found.hidden_states)
 
 
 class QKLabForSequenceClassification(QKLabPreTrainedModel):

@@ -143,7 +143,7 @@ def evaluate_windows(
     evaluations = []
     for run in range(0, len(flat), SUMS):
         pairs = [flat[run + first : run + first + 2] for first in range(0, SUMS, 2)]
-        errors = [estimate_error(*pair, len(chosen), len(windows)) * len(chosen) for pair in pairs]
+        errors = [estimate_error(own, squares, len(chosen), len(windows)) * len(chosen) for own, squares in pairs]
         (total, _), (right, _), (whole, _) = pairs
         shares = (errors[1] / counted, errors[2] / len(chosen))
         hits = Hits(right, whole, len(chosen), shares) if counts_hits else None

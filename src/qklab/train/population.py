@@ -59,7 +59,8 @@ class SharedOrder:
 
     def rows(self, step: int, rank: int = 0, world: int = 1) -> Windows:
         parts = [order.rows(step, rank, world) for order in self.orders]
-        return Windows(*(None if each[0] is None else np.stack(each) for each in zip(*parts, strict=True)))
+        joined = (None if each[0] is None else np.stack(each) for each in zip(*parts, strict=True))
+        return Windows(*joined)  # pyright: ignore[reportArgumentType]
 
 
 class PopulationTrainer:

@@ -63,7 +63,7 @@ OTHER: dict[str, tuple[Any, ...]] = {
     "rope_width": (4,),
 }
 SIZES = {"width", "heads", "head_width"}  # which change every shape
-PARTS: dict[type[Spec], str] = {CouplingSpec: "coupling", LatentSpec: "latent"}
+PARTS: dict[Any, str] = {CouplingSpec: "coupling", LatentSpec: "latent"}
 FIELDS = [
     (kind, field.name)
     for kind in (AttentionSpec, *PARTS)

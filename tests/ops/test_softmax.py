@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from qklab import Attention, AttentionSpec
 from qklab.ops import dispatch
 from qklab.ops.softmax import attend_softmax
+from qklab.ops.softmax.api import attend_densely
 from qklab.ops.softmax.reference import attend_softmax as written_out
 from qklab.testing.numerics import close, within_budget
 
@@ -72,7 +73,7 @@ def test_a_long_text_is_attended_to_along_the_diagonal(causal: bool, sinks: bool
 
     spec = AttentionSpec(width=8, heads=2, window=150, causal=causal, sinks=sinks)
     attention, x = Attention(spec).double(), torch.randn(1, 700, 8, dtype=torch.float64)
-    pieces, plain = [], mix.attend_densely
+    pieces, plain = [], attend_densely
 
     def count(q: Tensor, k: Tensor, *given: Any) -> Tensor:
         pieces.append((q.shape[1], k.shape[1]))
@@ -82,7 +83,8 @@ def test_a_long_text_is_attended_to_along_the_diagonal(causal: bool, sinks: bool
     banded = attention(x)
     assert len(pieces) == 5
     assert max(rows * keys for rows, keys in pieces) <= 150 * (150 + 149 * (1 if causal else 2))
-    q, k, v = attention.prepare(x, attention.locate(x)[0])
+    q, k, v, _ = attention.prepare(x, attention.locate(x)[0])
+    assert v is not None
     logits = attention.mix.find_sinks(q)
     o = written_out(q, k, v, attention.mix.scale, seen(700, causal, 150), logits)
     close(banded, attention.output(o.flatten(2)))

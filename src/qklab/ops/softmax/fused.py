@@ -42,7 +42,9 @@ def choose_backend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, 
     if window is not None:
         return "flash"
     heads = [tensor.detach().transpose(1, 2) for tensor in (q, k, v)]  # the same forwards and backwards
-    chosen = torch._fused_sdp_choice(*heads, None, 0.0, causal, scale=scale, enable_gqa=q.shape[2] != k.shape[2])
+    chosen = torch.ops.aten._fused_sdp_choice(
+        *heads, None, 0.0, causal, scale=scale, enable_gqa=q.shape[2] != k.shape[2]
+    )
     return "cudnn" if chosen == SDPBackend.CUDNN_ATTENTION.value else "flash"
 
 
@@ -110,7 +112,7 @@ def attend_fused_backward(
         found = aten._flash_attention_backward(
             grad, q, k, v, o, lse, None, None, T, T, 0.0, causal, state, unused, scale=scale, **sides
         )
-        return tuple(part.contiguous() for part in found)  # pyright: ignore[reportReturnType]
+        return tuple(part.contiguous() for part in found)
     given = [tensor.transpose(1, 2) for tensor in (grad, q, *repeat_heads(q, k, v, backend), o)]
     if backend == "cudnn":
         seed = q.new_empty((), dtype=torch.int64)

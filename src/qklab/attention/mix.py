@@ -90,14 +90,12 @@ def attend_cached(q: Tensor, stored: KeyValue, scale: float, visibility: Visibil
 def attend_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float, blocks: Any, sinks: Tensor | None) -> Tensor:
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
+    flex: Any = flex_attention
     heads = (tensor.transpose(1, 2) for tensor in (q, k, v))
     options: dict[str, Any] = {"block_mask": blocks, "scale": scale, "enable_gqa": q.shape[2] != k.shape[2]}
     if sinks is None:
-        o = flex_attention(*heads, **options)
-        assert isinstance(o, Tensor)
-        return o.transpose(1, 2)
-    o, found = flex_attention(*heads, **options, return_aux=AuxRequest(lse=True))
-    assert isinstance(found.lse, Tensor)
+        return flex(*heads, **options).transpose(1, 2)
+    o, found = flex(*heads, **options, return_aux=AuxRequest(lse=True))
     return (o * torch.sigmoid(found.lse - sinks[..., None])[..., None]).to(o.dtype).transpose(1, 2)
 
 

@@ -59,14 +59,16 @@ def prepared(spec: AttentionSpec, state: State, xs: Heads, positions: list[int],
     if spec.latent is not None:
         return [Token(x, p, run, *latent(spec, state, x, p)) for x, p, run in row]
     new = [project(spec, state, x) for x in xs]
-    q, k, v = ([token[side] for token in new] for side in range(3))
+    q, k, v = [token[0] for token in new], [token[1] for token in new], [token[2] for token in new]
     if spec.short_conv is not None:
         k = [convolved(state["convolve.key"], k, i, positions[i]) for i in range(len(k))]
         if spec.share in ("none", "q=k"):
-            v = [convolved(state["convolve.value"], v, i, positions[i]) for i in range(len(v))]
+            values = [value for value in v if value is not None]
+            v = [convolved(state["convolve.value"], values, i, positions[i]) for i in range(len(v))]
     if spec.coupling is not None and spec.coupling.kind == "cca":
         pairs = [cca(spec, state, q, k, i, positions[i]) for i in range(len(q))]
-        v = [half_delayed(v, i, positions[i]) for i in range(len(v))]
+        values = [value for value in v if value is not None]
+        v = [half_delayed(values, i, positions[i]) for i in range(len(values))] or v
     else:
         pairs = [couple(spec, state, *pair) for pair in zip(q, k, strict=True)]
     if spec.value_norm:
@@ -87,7 +89,8 @@ def earlier(tokens: list[Heads], i: int, back: int, position: int) -> Heads:
 def convolved(weight: Tensor, tokens: list[Heads], i: int, position: int) -> Heads:
     """Σ_j c_j ⊙ u_{i−j}, each head and entry with its own c."""
     taps = [earlier(tokens, i, back, position) for back in range(len(weight))]
-    return [sum(w[g] * tap[g] for w, tap in zip(weight, taps, strict=True)) for g in range(len(tokens[i]))]
+    heads = range(len(taps[0]))
+    return [torch.stack([w[g] * tap[g] for w, tap in zip(weight, taps, strict=True)]).sum(0) for g in heads]
 
 
 def cca(spec: AttentionSpec, state: State, q: list[Heads], k: list[Heads], i: int, p: int) -> tuple[Heads, Heads]:
@@ -112,10 +115,9 @@ def cca(spec: AttentionSpec, state: State, q: list[Heads], k: list[Heads], i: in
     return new[: len(both)], keys
 
 
-def half_delayed(v: list[Heads | None], i: int, position: int) -> Heads | None:
+def half_delayed(v: list[Heads], i: int, position: int) -> Heads:
     """The second half of a token's value entries, counted through all heads, is the one of the token before."""
-    if (own := v[i]) is None:
-        return None
+    own = v[i]
     now, before = torch.cat(own), torch.cat(earlier(v, i, 1, position))
     own_half = len(now) - len(now) // 2
     return split(torch.cat([now[:own_half], before[own_half:]]), len(own[0]))
@@ -416,7 +418,8 @@ def mixed(spec: AttentionSpec, state: State, tokens: list[Token], i: int, layer:
 
 def excluded(spec: AttentionSpec, o: Tensor, v: Tensor) -> Tensor:
     """XSA: what of the output points along the token's own value leaves."""
-    return o - (o @ v) / (v @ v) * v if spec.exclusive else o
+    along = spec.exclusive and bool(v.any())  # nothing lies along 0, which a text's first token has of a late value
+    return o - (o @ v) / (v @ v) * v if along else o
 
 
 def written(spec: AttentionSpec, state: State, tokens: list[Token], i: int, layer: int) -> Tensor:

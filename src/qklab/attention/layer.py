@@ -128,12 +128,12 @@ class Attention(nn.Module):
 
     def couple_latents(self, project: Latent, x: Tensor) -> Projected:
         """Stages 1 and 2 of MLA: it is the latents that are coupled, before heads are made of them."""
-        latents = project.compress(x)
+        c_q, c = project.compress(x)
         if self.recorder is not None:
-            self.record("project", *project.expand(*latents, x))
+            self.record("project", *project.expand(c_q, c, x))
         if self.couple is not None:
-            latents = self.couple(*latents)
-        return project.expand(*latents, x)
+            c_q, c = self.couple(c_q, c)
+        return project.expand(c_q, c, x)
 
     def store(
         self, k: Tensor, v: Tensor | None, seen: list[Tensor], positions: Positions, cache: Cache | None

@@ -120,6 +120,7 @@ class ShortConvolution(nn.Module):
 
     def __init__(self, spec: AttentionSpec):
         super().__init__()
+        assert spec.short_conv is not None
         shape = (spec.short_conv, spec.kv_heads, spec.head_width)
         self.key = nn.Parameter(torch.empty(shape))
         self.value = None if spec.key_is_value else nn.Parameter(torch.empty(shape))

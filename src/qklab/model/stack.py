@@ -96,8 +96,9 @@ class MappedLookback(MappedModule):
             given = functional_call(self.plain[0], own, (q, k, v, Past(places)))
             return [each for each in given if each is not None]
 
-        rows = (None if x is None else x.unflatten(0, (members, -1)) for x in (places, q, k, v))
-        new = [x.flatten(0, 1) for x in torch.vmap(call, (0, 0, 0, 0, None if v is None else 0))(parameters, *rows)]
+        rows: list[Any] = [x if x is None else x.unflatten(0, (members, -1)) for x in (places, q, k, v)]
+        called = torch.vmap(call, (0, 0, 0, 0, None if v is None else 0))(parameters, *rows)
+        new = [x.flatten(0, 1) for x in called]
         return new[0], new[1], None if v is None else new[2]
 
 

@@ -15,7 +15,7 @@ SLOW = ("gradients", "compilation")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    names = metafunc.config.getoption("--mechanism")
+    names: list[str] = metafunc.config.getoption("--mechanism") or []
     refuse_unregistered(names)
     if "decoder" in metafunc.fixturenames:
         found: list[Any] = [made for name in names if name in register.pattern for made in list_decoders(name)]

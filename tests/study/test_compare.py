@@ -34,7 +34,7 @@ TWO = WorkerSlots(2, 1)
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine whose speed is the test's to say, by the width of the model, and text that needs no reading."""
-    seconds = {64: 0.01, 128: 0.1, 256: 0.4, 384: 0.8, 512: 2.0, 768: 6.0}
+    seconds = {64: 0.005, 128: 0.1, 256: 0.4, 384: 0.8, 512: 2.0, 768: 6.0}
     monkeypatch.setattr(sizes, "measure_step", lambda run, device, threads, members: seconds[run.model.width])
     monkeypatch.setattr(compare, "refuse_unusable", lambda spec, data: None)
 
@@ -49,12 +49,12 @@ def test_the_time_decides_size_and_tokens(quick: None) -> None:
     assert list(small.study.arms) == ["standard", "leapfrog", "affine", "k=v", "qk-norm"]
     assert (small.study.corpora, small.study.seeds, small.study.analyses) == (["stdlib"], 5, 2)
     assert (small.size, small.study.base["budget"]["tokens"]) == ("pico", small.tokens)
-    assert 0.5 * 300 * 2 / 75 < small.tokens / 512 * 0.01 < 300 * 2 / 75  # most of a run's time is training
+    assert 0.5 * 300 * 2 / 75 < small.tokens / 256 * 0.005 < 300 * 2 / 75  # most of a run's time is training
     assert 0.97 * 300 * 2 / 75 < small.run_seconds <= 300 * 2 / 75
     evaluation = small.study.base["evaluation"]
     whole = 0.05 * small.study.base["corpus"]["limit_bytes"] / 3  # which is all there is to be read
     read = 8 * evaluation["tokens"] + min(whole, 2 * evaluation["final_tokens"])
-    assert small.run_seconds == pytest.approx(2 + (small.tokens + read / 3) / 512 * 0.01)  # all of it is planned
+    assert small.run_seconds == pytest.approx(2 + (small.tokens + read / 3) / 256 * 0.005)  # all of it is planned
     assert "75 runs of pico (0.394 M parameters)" in said[1]
     assert f"{small.tokens_per_parameter:.2g} a parameter" in said[1]
     assert "fewer than the 10" in said[2]
@@ -75,7 +75,7 @@ def test_the_largest_size_that_gets_ten_tokens_a_parameter(quick: None) -> None:
 
 def test_the_arms_speed_is_that_of_all_runs_at_once(quick: None) -> None:
     run = plan().study.run("standard", "stdlib", 1e-3, 0)
-    assert sizes.measure_arm_speed(run, TWO, 15) == pytest.approx(2 * 512 / 0.01)
+    assert sizes.measure_arm_speed(run, TWO, 15) == pytest.approx(2 * 256 / 0.005)
 
 
 def test_a_size_that_is_asked_for_is_taken(quick: None) -> None:
@@ -165,8 +165,8 @@ def test_compiling_is_the_studys_to_decide() -> None:
         return compare.make_study("pico", ComparisonRequest(), tokens)
 
     runs = 3 * 5  # learning rates and seeds
-    assert compare.choose_execution(study(512 * (compare.COMPILED // runs - 1))) == {"compile": "no"}
-    assert compare.choose_execution(study(512 * compare.COMPILED // runs)) == {"compile": "auto"}
+    assert compare.choose_execution(study(256 * (compare.COMPILED // runs - 1))) == {"compile": "no"}
+    assert compare.choose_execution(study(256 * compare.COMPILED // runs)) == {"compile": "auto"}
 
 
 def test_what_is_compared_stays(tmp_path: Path) -> None:

@@ -104,6 +104,15 @@ def test_neither_order_nor_slices_decide_and_what_is_begun_early_is_needed() -> 
         assert now.lrs == final.lrs
 
 
+def test_a_round_waits_for_every_arm() -> None:
+    ahead = {("standard", lr): {0: -lr} for lr in (3e-3, 6e-3, 1.2e-2, 2.4e-2)}  # whose best is at the new end again
+    found = find_grid(study(), ahead)
+    assert (found.lrs, found.final) == ([3e-3, 6e-3, 1.2e-2, 2.4e-2], False)
+    inside = {("standard", lr): {0: abs(lr - 6e-3)} for lr in (3e-3, 6e-3, 1.2e-2)}
+    assert not find_grid(study(), inside).final  # the other arm may still extend it
+    assert find_grid(study(extend=0), inside).final
+
+
 def train_as(best: dict[str, float]) -> Any:
     """In the place of training: a run that ends with the loss of its arm and learning rate."""
 

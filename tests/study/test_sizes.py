@@ -60,7 +60,7 @@ def test_every_size_is_a_study_of_its_own() -> None:
 def test_names_of_the_ladder_bring_their_settings_and_learning_rates() -> None:
     spec = make_spec(sizes=["pico", "nano"], lrs=[3e-3], base={"corpus": {"vocab": 2048}})
     parts = split_sizes(spec)
-    assert parts["pico"].lrs == [3e-3, 6e-3, 1.2e-2]
+    assert parts["pico"].lrs == [1.5e-3, 3e-3, 6e-3]
     run = parts["nano"].run("standard", "stdlib", 4e-3, 0)
     assert (run.model.layers, run.corpus.vocab) == (4, 2048)  # the study's base lies over the ladder
 

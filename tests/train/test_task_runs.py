@@ -125,7 +125,12 @@ def test_masked_tokens_are_chosen_by_seed_and_window_and_ends_of_text_never(corp
     hidden = (rows.ids[asked] == eot).mean()
     assert 0.5 < hidden < 1.0
     assert order.rows(3).ids.shape == (8, 48)
+    other = MaskedOrder(split, 4, 8, 48, "packed", eot).rows(2).targets
+    assert other is not None
+    assert ((other != IGNORED) & asked).sum() < 0.5 * asked.sum()  # another seed, other places
     windows = MaskedWindows(corpus.splits["valid"], 48, eot, True)
+    most = MaskedWindows(split, 48, eot, True)
+    assert not (most.batch(most.select_windows(None)).targets == eot).any()
     one, two = windows.batch(np.array([0, 1])), windows.batch(np.array([1]))
     assert torch.equal(one.ids[1], two.ids[0])
     assert torch.equal(one.targets[1], two.targets[0])

@@ -4,10 +4,12 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 from qklab import AttentionSpec, Decoder, DecoderSpec, SpecError, recipe
 from qklab.attention import KeyValueCache, SharedCache
 from qklab.describe import format_decoder
+from qklab.model.decoder import locate_tokens
 from qklab.train.settings import resolve_run
 
 A, B = AttentionSpec(width=16, heads=4), AttentionSpec(width=16, heads=4, share="k=v")
@@ -78,6 +80,15 @@ def test_recipes_and_run_files_take_patterns() -> None:
         resolve_run({"attention": {"layers": {}}})
     with pytest.raises(SpecError, match=r"^attention\[0\]: share must be one of"):
         resolve_run({"attention": {"layers": [{"share": "v=k"}, {}]}})
+
+
+def test_each_layer_sees_and_turns_as_its_own_spec_says() -> None:
+    pattern = [A.replace(window=2), A.replace(window=3), A, A.replace(rope_base=50.0)]
+    located = locate_tokens(pattern, torch.zeros(1, 6, 16), None, None)
+    assert [visibility.window for _, visibility in located] == [2, 3, None, None]
+    turned = [positions.angles for positions, _ in located]
+    assert all(angles is not None for angles in turned)
+    assert [bool(angles[0].equal(turned[0][0])) for angles in turned if angles and turned[0]] == [True] * 3 + [False]
 
 
 def test_a_hybrid_shows_what_its_windows_save() -> None:

@@ -63,6 +63,12 @@ def test_two_places_are_welchs_t_test() -> None:
     assert interaction_p_value([average_groups([a]), average_groups([b])]) == pytest.approx(expected.pvalue)
 
 
+def test_three_places_are_welchs_analysis_of_variance() -> None:
+    places = [[0.1, 0.3, 0.2, 0.5], [0.9, 0.4, 0.7], [0.2, 0.1, 0.4, 0.3, 0.2]]
+    found = interaction_p_value([average_groups([place]) for place in places])
+    assert found == pytest.approx(0.1372720880407137)  # scipy's f_oneway(…, equal_var=False)
+
+
 def test_seeds_that_agree_to_the_last_digit_say_no_more_than_their_signs() -> None:
     assert estimate_contrast([[0.1, 0.1], [0.1, 0.1]], [0.5, 0.5]).p == 0.5
     assert interaction_p_value([average_groups([[0.1, 0.1]]), average_groups([[0.2, 0.2]])]) == 1.0

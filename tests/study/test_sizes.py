@@ -189,7 +189,7 @@ def test_too_few_sizes_are_one_sentence_and_no_fit() -> None:
     assert not any(arm.speed_ups or arm.sentences for arm in found.sizes)
     assert found.compute[0].curve == []
     assert found.notes == [
-        "2 sizes of 3 so far: a trend, a curve of loss against compute and speed-ups need 3, so nothing is fitted."
+        "A trend, a curve of loss against compute and speed-ups need 3 sizes, and 2 of 3 have begun: nothing is fitted."
     ]
 
 
@@ -222,6 +222,7 @@ def test_claims_are_judged_over_the_sizes() -> None:
     claim = {"id": "B1", "arm": "k=v", "published": 3.1, "parameters": 300e6, "source": "arXiv 2606.04032"}
     none = across(lambda *_: 0.0, claims=[claim])
     assert none.claims[0].verdict.phrase == "not seen up to large"
+    assert "(97.5 % interval" in across(lambda *_: 0.0, claims=[claim, claim | {"id": "B2"}]).claims[0].verdict.sentence
     seen = across(lambda size, _, arm: 0.04 * (arm == "k=v") * (size != "small"), claims=[claim])
     assert seen.claims[0].verdict.phrase == "seen from middle on"
     assert "B1 (arXiv 2606.04032): Seen from middle on" in write_across(seen)
@@ -254,7 +255,7 @@ def test_a_study_of_two_sizes_from_its_file(
     file.write_text("\n".join(lines))
     assert StudyCommand(file, out=str(out)).execute() == 0
     text = capsys.readouterr().out
-    assert "2 sizes of 2 so far" in text
+    assert "need 3 sizes, and 2 of 2 have begun: nothing is fitted." in text
     assert all(len([*find_size_folder(out, size).glob("runs/*/*/*/summary.json")]) == 4 for size in ("one", "two"))
     assert "two, one" in (out / "report.html").read_text(encoding="utf-8")
     assert [len(executor.units) for executor in made] == [4, 4]

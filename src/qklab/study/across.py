@@ -147,14 +147,14 @@ def compare_across(study: StudySpec, parts: Sequence[StudyPart]) -> AcrossFindin
 def list_effects(
     study: StudySpec, parts: Sequence[StudyPart], arm: str, corpus: str | None = None
 ) -> list[MeasuredEffect]:
-    """What `judge_claim` needs: differences in nats per token at every size and corpus, and at every learning rate at
-    which two seeds or more of both arms have ended."""
+    """What `judge_claim` needs: differences in nats per token at every size and corpus, and at every learning rate
+    that both arms have tried."""
     loss, effects = find_metric("loss"), list[MeasuredEffect]()
     for part in parts:
         for name in study.corpora if corpus is None else [corpus]:
             for lr in (None, *part.study.widest_grid):
                 pairs = part.pair(name, arm, loss, lr)
-                if pairs is not None and (lr is None or pairs.is_sound):
+                if pairs is not None:
                     effects.append(
                         MeasuredEffect(part.size, part.parameters, pairs.differences.tolist(), name, lr, pairs.diverged)
                     )
@@ -175,8 +175,8 @@ def compare_sizes(study: StudySpec, parts: Sequence[StudyPart], found: AcrossFin
     metric = find_metric(found.size_metric)
     if len(parts) < LEAST_SIZES:
         found.notes.append(
-            f"{len(parts)} size{'s' * (len(parts) > 1)} of {len(study.sizes)} so far: a trend, a curve of loss against "
-            f"compute and speed-ups need {LEAST_SIZES}, so nothing is fitted."
+            f"A trend, a curve of loss against compute and speed-ups need {LEAST_SIZES} sizes, and {len(parts)} of "
+            f"{len(study.sizes)} have begun: nothing is fitted."
         )
     for corpus in study.corpora:
         if metric.lower_is_better:

@@ -102,6 +102,8 @@ def test_a_bend_that_the_sizes_show_widens_what_is_foretold() -> None:
     narrow, wide = (predict_effect(sizes, groups, 1e9, 3) for groups in (straight, bent))
     assert narrow.estimate == pytest.approx(0.0)
     assert wide.high - wide.low > 5 * (narrow.high - narrow.low)
+    certain = predict_effect(sizes, straight, 1e9, 10**9)  # of so many new seeds only the line's doubt is left
+    assert narrow.se**2 - certain.se**2 == pytest.approx(0.001**2 / 3, rel=1e-3)
 
 
 def test_a_trend_needs_three_sizes() -> None:

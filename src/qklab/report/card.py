@@ -66,8 +66,16 @@ def read_card(group: RunGroup) -> Card | None:
         f"{study.seeds} paired seeds, every arm at learning rates {rates}",
         f"{len(group.results)} runs, {format_duration(seconds)} of computing on {', '.join(sorted(machines))}",
     ]
-    commits = {str(commit)[:10] for run in group.runs if (commit := run.record.get("commit"))}
-    return Card(study, findings, facts, write_command(record, group.folder), ", ".join(sorted(commits)) or "unknown")
+    return Card(study, findings, facts, write_command(record, group.folder), name_version(group))
+
+
+def name_version(group: RunGroup) -> str:
+    """The commits that made the runs, or the hashes of the code where it was no checkout."""
+    records = [run.record for run in group.runs]
+    found = {
+        str(one)[:10] if (one := record.get("commit")) else f"code {str(record.get('code'))[:10]}" for record in records
+    }
+    return ", ".join(sorted(found))
 
 
 def write_command(record: StudyRecord, folder: Path) -> str:

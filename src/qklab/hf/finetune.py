@@ -49,7 +49,7 @@ class FineTuning:
 def load_classifier(folder: Path, labels: int, seed: int, device: str = "cpu") -> tuple[nn.Module, Any]:
     """The model of a run, an export or a Transformers folder, with a new head for so many labels drawn from `seed`, and
     its tokenizer."""
-    refuse_converted(folder)
+    refuse_converted_folder(folder)
     model, tokenizer, _ = load_for_evaluation(folder, device="cpu")
     torch.manual_seed(seed)
     classifier: Any
@@ -67,7 +67,7 @@ def load_classifier(folder: Path, labels: int, seed: int, device: str = "cpu") -
     return classifier.to(device), tokenizer
 
 
-def refuse_converted(folder: Path) -> None:
+def refuse_converted_folder(folder: Path) -> None:
     """Transformers would load a converted model's classifier without its conversion, and say nothing."""
     path = folder / "config.json"
     saved = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

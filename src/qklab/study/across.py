@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from qklab.data.tasks import parse_task
 from qklab.study.claims import ClaimVerdict, MeasuredEffect, judge_claim, write_count
 from qklab.study.metrics import Metric, find_metric
 from qklab.study.parts import PairedValues, StudyPart
@@ -162,8 +163,8 @@ def list_effects(
 
 
 def find_shared_metric(study: StudySpec, tokenizers: Sequence[tuple[Any, ...]]) -> str:
-    """The study's metric, or bits per byte where that needs one tokenizer and there are several."""
-    differ = len(set(tokenizers)) > 1
+    """The study's metric, or bits per byte where that needs one tokenizer and texts have several."""
+    differ = len(set(tokenizers)) > 1 and not any(parse_task(corpus) for corpus in study.corpora)
     return "bits_per_byte" if find_metric(study.metric).needs_one_tokenizer and differ else study.metric
 
 

@@ -620,6 +620,7 @@ def test_refused_options() -> None:
     refuse("nothing was asked for", model)
     refuse("coupling must be a CouplingSpec or one of .*did you mean 'leapfrog'", model, coupling="leapfrogs")
     refuse("changes nothing yet", model, coupling=CouplingSpec(kind="leapfrog"))
+    refuse("looks back on tokens that the family's own cache does not keep", model, coupling=CouplingSpec(kind="cca"))
     refuse("share must be one of 'k=v', but 'q=k' came", model, share="q=k")
     refuse("norm must be one of 'qk-norm', but 'layer' came", model, norm="layer")
     refuse("Qwen3 already normalises", tiny("qwen3"), norm="qk-norm")

@@ -10,6 +10,7 @@ import torch
 from control import KINDS, decoder, draw_gradients
 from torch import nn
 
+from qklab import Attention, AttentionSpec, CouplingSpec, LatentSpec
 from qklab.optim import (
     LayerRoles,
     LogitControl,
@@ -20,6 +21,7 @@ from qklab.optim import (
     layer_roles,
 )
 from qklab.schema import SpecError
+from qklab.train.spec import why_uncontrollable
 
 
 def refusal(action: Callable[[], Any]) -> str:
@@ -392,3 +394,15 @@ def test_qk_clip_leaves_weights_that_no_optimiser_has() -> None:
     clip.step()
     assert torch.equal(frozen, before[0])
     assert torch.allclose(free, before[1] * 1e-3)
+
+
+def test_a_coupling_that_sets_lengths_is_refused_and_coupled_latents_are_not() -> None:
+    """CCA ends in a norm; of MLA's latents the coupling comes before the matrices that are controlled."""
+    size: dict[str, Any] = {"width": 8, "heads": 2}
+    latent = {"latent": LatentSpec(query_rank=4, kv_rank=4, rope_width=2), "coupling": CouplingSpec(kind="affine")}
+    refused, controlled = AttentionSpec(**size, coupling=CouplingSpec(kind="cca")), AttentionSpec(**size, **latent)
+    for method in ("quack", "qk-clip"):
+        assert "already decides how large logits are" in str(why_uncontrollable(refused, method))
+        assert why_uncontrollable(controlled, method) is None
+    assert attention_roles(Attention(refused))["attention"].qk_norm
+    assert attention_roles(Attention(controlled))["attention"].coupling == "none"

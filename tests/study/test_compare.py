@@ -465,5 +465,3 @@ def test_tasks_are_compared_by_accuracy_at_their_own_length_and_not_with_text(qu
     assert causal.run("q=k", "task:mqar", causal.lrs[0], 0).model.causal
     with pytest.raises(StudyError, match="tasks are compared by accuracy and texts by loss, but both came"):
         plan(texts=("task:sort", "stdlib"), arms=("k=v",))
-    with pytest.raises(StudyError, match="sizes are compared on text, in bits per byte, but tasks came"):
-        compare.plan_sizes(ComparisonRequest(texts=("task:sort",), sizes=("pico", "nano")))

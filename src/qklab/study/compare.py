@@ -302,8 +302,6 @@ def plan_sizes(request: ComparisonRequest, known: StudySpec | None = None) -> St
 
     `known`: the one that the folder holds, which is gone on with where the sizes are left open.
     """
-    if request.asks_tasks:
-        raise StudyError("sizes are compared on text, in bits per byte, but tasks came; give one --size.")
     if known is not None and not known.sizes:
         raise StudyError("the folder holds a comparison at one size; choose another with --out.")
     seeds = request.seeds if request.seeds is not None or known is None else known.seeds

@@ -108,15 +108,21 @@ class WeightAverages:
     @torch.no_grad()
     def update(self, step: int) -> None:
         for name, share in EMA.items():
-            torch._foreach_lerp_(self.averages[name], self.weights, 1 / max(1.0, share * self.steps))
+            self.move(name, 1 / max(1.0, share * self.steps))
         for name, share in MEAN.items():
             if step > (1 - share) * self.steps:
                 self.counts[name] += 1
-                torch._foreach_lerp_(self.averages[name], self.weights, 1 / self.counts[name])
+                self.move(name, 1 / self.counts[name])
+
+    def move(self, name: str, part: float) -> None:
+        """Move an average towards the present weights by so much of the way."""
+        for average, weight in zip(self.averages[name], self.weights, strict=True):
+            average.lerp_(weight, part)
 
     @torch.no_grad()
     def load(self, name: str) -> None:
-        torch._foreach_copy_(self.weights, self.averages[name])
+        for weight, average in zip(self.weights, self.averages[name], strict=True):
+            weight.copy_(average)
 
 
 def train_arm(specs: Sequence[RunSpec], options: argparse.Namespace, averaging: bool) -> tuple[Losses, float]:
@@ -136,9 +142,10 @@ def train_arm(specs: Sequence[RunSpec], options: argparse.Namespace, averaging: 
     batches.close()
     found = {LAST: read_windows(trainer, options.test_tokens)}
     took = (time.perf_counter() - began) / len(specs)
-    for name in () if averages is None else averages.averages:
-        averages.load(name)
-        found[name] = read_windows(trainer, options.test_tokens)
+    if averages is not None:
+        for name in averages.averages:
+            averages.load(name)
+            found[name] = read_windows(trainer, options.test_tokens)
     return found, took
 
 

@@ -149,7 +149,8 @@ def test_populations_are_planned_by_their_speed(quick: None) -> None:
 
 def test_without_minutes_the_size_decides_and_no_machine_differs(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     machines = (TWO, WorkerSlots(1, 2), WorkerSlots(8, 4), WorkerSlots(1, 16, (0,)))
-    for asked in ({}, {"size": "nano"}):
+    plans: list[ComparisonPlan] = []
+    for asked in list[dict[str, Any]]([{}, {"size": "nano"}]):
         plans = [plan(slots, **asked) for slots in machines]
         monkeypatch.setattr(sizes, "measure_step", lambda *_: 7.0)  # a machine that is much slower
         plans += [plan(slots, **asked) for slots in machines]

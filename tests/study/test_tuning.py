@@ -169,6 +169,7 @@ def test_a_study_goes_on_beyond_its_grid_and_says_so(corpus: str, tmp_path: Path
 def test_slices_of_a_growing_study_make_the_same_runs(corpus: str, tmp_path: Path) -> None:
     spec = small_spec(corpus, lrs=[1e-3, 2e-3, 4e-3], extend=2, seeds=3, tuning_seeds=3)
     done: list[str] = []
+    results: list[RunResult] = []
 
     def count_and_stop(unit: Unit, task: RunTask) -> None:
         train_as(BEST)(unit, task)

@@ -88,7 +88,7 @@ class Turn:
                 self.seconds += time.perf_counter()
             return outcome
 
-        trainer.step = step_in_turn
+        setattr(trainer, "step", step_in_turn)  # noqa: B010
 
     def wait(self) -> None:
         wait_for_device()
@@ -207,8 +207,10 @@ def draw_curves(specs: list[RunSpec], execution: ExecutionSpec) -> Tensor:
     model up to rounding: [orders, steps, runs]."""
     trainer = open_trainer(specs, execution)
     trainer.optimiser.materialise()
-    alone = isinstance(trainer, Trainer)
-    tensors = [trainer.tensors()] if alone else [trainer.tensors(run) for run in range(len(specs))]
+    if isinstance(trainer, Trainer):
+        tensors = [trainer.tensors()]
+    else:
+        tensors = [trainer.tensors(run) for run in range(len(specs))]
     live = [(name, tensor) for named in tensors for name, tensor in named.items()]
     # an optimiser's state begins at zero, and creating it may have counted as a step
     start = [torch.zeros_like(value) if name.startswith("optimiser.") else value.clone() for name, value in live]

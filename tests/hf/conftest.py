@@ -16,7 +16,9 @@ def small() -> Small:
     """A small language model of some kind, e.g. small("MLA", tied=False)."""
 
     def build(kind: str = "(Q,K=V)", seed: int = 0, **changes: Any) -> QKLabForCausalLM:
-        return wrap_decoder(decoder(kind, seed, **changes), bos_token_id=END, eos_token_id=END, pad_token_id=END)
+        model = wrap_decoder(decoder(kind, seed, **changes), bos_token_id=END, eos_token_id=END, pad_token_id=END)
+        assert isinstance(model, QKLabForCausalLM)
+        return model
 
     return build
 

@@ -69,8 +69,8 @@ def gate() -> Sketch:
     s.box(470, 60, 92, 40, "W_o", "", 16)
     s.arrow((516, 60), (580, 60))
     s.text(596, 60, "y", 16)
-    s.text(506, 150, "element: a number for each of H·D entries", 13, colour=LINE)
-    s.text(506, 170, "head: a number for each of H heads", 13, colour=LINE)
+    s.text(506, 150, "element: one for each entry of o", 13, colour=LINE)
+    s.text(506, 170, "head: one for each head", 13, colour=LINE)
     return s
 
 

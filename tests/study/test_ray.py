@@ -157,8 +157,8 @@ def stop(study: Study, executor: RayExecutor) -> None:
 
 
 def lose(study: Study, executor: RayExecutor, cluster: Any, node: Any) -> None:
-    """In the midst of a run its worker is killed, and later, in the midst of another, its node is lost."""
-    raylet, victims, held = node.all_processes["raylet"][0].process.pid, list[Path](), list[tuple[int, int]]()
+    """In the midst of a run its worker is killed, and in that of another its node is lost, in any order."""
+    raylet, victims, held = node.all_processes["raylet"][0].process.pid, dict[str, Path](), list[tuple[int, int]]()
 
     def act() -> None:
         if held:
@@ -167,20 +167,19 @@ def lose(study: Study, executor: RayExecutor, cluster: Any, node: Any) -> None:
                 let_go(pid)
                 held.pop()
             return
-        if not victims and (one := caught(study.folder, lambda pid: node_of(pid) not in (0, raylet))):
-            held.append((one[1], worker_of(one[1])))
-            os.kill(held[-1][1], signal.SIGKILL)
-        elif len(victims) == 1 and (one := caught(study.folder, lambda pid: node_of(pid) == raylet)):
+        if "node" not in victims and (one := caught(study.folder, lambda pid: node_of(pid) == raylet)):
             held.append((one[1], worker_of(one[1])))
             cluster.remove_node(node, allow_graceful=False)
-        else:
-            return
-        victims.append(one[0])
+            victims["node"] = one[0]
+        elif "worker" not in victims and (one := caught(study.folder, lambda pid: node_of(pid) not in (0, raylet))):
+            held.append((one[1], worker_of(one[1])))
+            os.kill(held[-1][1], signal.SIGKILL)
+            victims["worker"] = one[0]
 
     study.carry_out(executor, RecordingDisplay(act))
     assert len(victims) == 2
     assert not held
-    for victim in victims:
+    for victim in victims.values():
         assert (victim / "log.txt").read_text().count("process ") >= 2
 
 

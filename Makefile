@@ -38,12 +38,12 @@ $(VENV)/.qklab: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.qklab pyproject.toml
 	@echo "== installing the test and lint tools into $(VENV)"
-	@$(PIP) --editable '.[dev]'
+	@$(PIP) 'qklab[dev]'
 	@touch $@
 
-$(VENV)/.docs: $(VENV)/.torch pyproject.toml
+$(VENV)/.docs: $(VENV)/.qklab pyproject.toml
 	@echo "== installing the site's tools into $(VENV)"
-	@$(PIP) --editable '.[docs]'
+	@$(PIP) 'qklab[docs]'
 	@touch $@
 
 # What goes with the oldest Transformers lies in a folder of its own, before everything else on the path.

@@ -7,8 +7,6 @@ BIN    := $(VENV)/bin
 PAGE   := src/qklab/report/page
 # Python compiles what is imported, once; compiling all that is installed takes a minute more.
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
-# Tests wait for processes they started a third of their time, so there is one more worker than cores.
-WORKERS = $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)')
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test lint bench evidence docs site clean help
@@ -63,10 +61,10 @@ demo: $(VENV)/.qklab
 
 test: $(VENV)/.oldest
 	@echo "== running the tests"
-	@$(BIN)/python -m pytest -q -n $(WORKERS) $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -q -n auto $(PYTEST_ARGS)
 ifeq ($(PYTEST_ARGS),)
 	@echo "== running those of Transformers with $(OLDEST), the oldest supported"
-	@PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -q -n $(WORKERS) -m 'not newest' tests/hf --ignore=tests/hf/test_evaluate.py
+	@PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -q -n auto -m 'not newest' tests/hf --ignore=tests/hf/test_evaluate.py
 endif
 
 lint: $(VENV)/.dev

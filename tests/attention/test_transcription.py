@@ -54,7 +54,7 @@ def test_a_layer_is_its_formulas(spec: AttentionSpec) -> None:
     torch.manual_seed(0)
     layer = randomise(Attention(spec, layer=LAYER))
     x = torch.randn(2, 5, spec.width, dtype=torch.float64)
-    for segments in (None, torch.tensor([[0, 0, 0, 1, 1], [0, 1, 1, 2, 0]])) if spec.remembered else (None,):
+    for segments in (None, torch.tensor([[0, 0, 0, 1, 1], [0, 1, 1, 2, 0]])) if spec.token_rings else (None,):
         expected = transcribe(spec, layer.state_dict(), x, LAYER, segments)
         actual = layer(x, segments=segments)
         torch.testing.assert_close(actual, expected, rtol=0.0, atol=1e-10 * float(expected.abs().max()))

@@ -67,7 +67,7 @@ class Cache:
         self.tensors = [
             torch.zeros(batch, tokens, heads, width // heads, dtype=dtype, device=device) for width in self.widths(spec)
         ]
-        self.rings = [TokenRing(batch, tokens, entries, dtype, device) for tokens, entries in spec.remembered]
+        self.rings = [TokenRing(batch, tokens, entries, dtype, device) for tokens, entries in spec.token_rings]
         self._length = 0
         self._farthest: int | Tensor = 0  # the most tokens there were, which is where the rings begin to forget
         self.grow = grow
@@ -102,14 +102,14 @@ class Cache:
         return self.tensors[0].shape[1]
 
     @property
-    def owned(self) -> list[Tensor]:
+    def owned_tensors(self) -> list[Tensor]:
         """All that is kept: of every token, and of those that are looked back on."""
         return [*self.tensors, *(ring.tensor for ring in self.rings)]
 
     @property
     def bytes(self) -> int:
         """Bytes this cache owns, filled or not."""
-        return sum(tensor.untyped_storage().nbytes() for tensor in self.owned)
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.owned_tensors)
 
     @property
     def spare_bytes(self) -> int:
@@ -382,7 +382,7 @@ class StaticCache(Cache):
             super().take(rows)
             return
         assert self.left_padding is not None
-        for tensor in (*self.owned, self.left_padding):
+        for tensor in (*self.owned_tensors, self.left_padding):
             tensor.copy_(tensor.index_select(0, rows))
 
     def clear(self) -> None:

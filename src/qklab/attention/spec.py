@@ -474,7 +474,7 @@ class AttentionSpec(Spec):
         return LatentSoftmax if self.latent is not None else register.mix[self.mix]
 
     @property
-    def remembered(self) -> tuple[tuple[int, int], ...]:
+    def token_rings(self) -> tuple[tuple[int, int], ...]:
         """Tokens and entries of each thing that is looked back on, in the order that the layer does so."""
         return list_remembered(self)
 
@@ -511,7 +511,7 @@ class AttentionSpec(Spec):
         """Bytes one layer caches for one sequence of `tokens` tokens, those that are looked back on included; a
         window keeps no more than it sees."""
         tokens = tokens if self.window is None else min(tokens, self.window)
-        behind = sum((back + ROLLBACK) * entries for back, entries in self.remembered)
+        behind = sum((back + ROLLBACK) * entries for back, entries in self.token_rings)
         return (tokens * sum(cache_class(self).widths(self)) + behind) * dtype.itemsize
 
     def cache_bytes_per_token(self, dtype: torch.dtype = torch.bfloat16) -> int:

@@ -165,7 +165,7 @@ class QKLabStaticLayer(QKLabCacheLayer):
         if self.left_padding is not None and made.left_padding is not None:
             made.left_padding.copy_(self.left_padding)
         if not torch.compiler.is_compiling():
-            for tensor in (*made.owned, made.filled, made.left_padding):
+            for tensor in (*made.owned_tensors, made.filled, made.left_padding):
                 torch._dynamo.mark_static_address(tensor)
         return made
 

@@ -132,7 +132,9 @@ def cache_size(spec: AttentionSpec, device: str) -> None:
     for dtype in (torch.float64, torch.bfloat16):
         cache = attention.new_cache(BATCH, TOKENS, dtype)
         attention(x, cache=cache)
-        owned = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in cache.owned}
+        owned = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in cache.owned_tensors
+        }
         assert cache.length == TOKENS
         assert sum(owned.values()) == cache.bytes == BATCH * spec.cache_bytes(TOKENS, dtype)
 

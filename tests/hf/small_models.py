@@ -8,7 +8,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from qklab import AttentionSpec, CouplingSpec, Decoder, DecoderSpec, LatentSpec
 
@@ -26,6 +26,12 @@ KINDS: dict[str, Any] = {
 }
 
 Small = Callable[..., Any]  # pyright finds no `generate` in a GenerationMixin
+RENAMED = hasattr(PreTrainedModel, "activation_checkpointing_enable")  # from Transformers 5.23 on
+CHECKPOINTING = "activation_checkpointing" if RENAMED else "gradient_checkpointing"
+
+
+def enable_checkpointing(model: Any, reentrant: bool = False) -> None:
+    getattr(model, f"{CHECKPOINTING}_enable")({"use_reentrant": reentrant})
 
 
 def decoder(kind: str, seed: int = 0, **changes: Any) -> Decoder:

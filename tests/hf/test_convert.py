@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from small_models import SHAPE, TOKENS, shake, step_by_step, tiny, token_ids
+from small_models import SHAPE, TOKENS, enable_checkpointing, shake, step_by_step, tiny, token_ids
 from small_models import compute_logits as logits
 from torch import Tensor
 from transformers import (
@@ -506,7 +506,7 @@ def test_gradient_checkpointing_changes_nothing(family: str) -> None:
     grads = []
     for checkpointing in (False, True):
         if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            enable_checkpointing(model)
         model.zero_grad()
         model(token_ids(), labels=token_ids()).loss.backward()
         grads.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})

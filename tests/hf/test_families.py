@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from small_models import FAMILIES, ODD_HEADS, SHAPE, TOKENS, WINDOW, tiny, token_ids
+from small_models import FAMILIES, ODD_HEADS, SHAPE, TOKENS, WINDOW, enable_checkpointing, tiny, token_ids
 from torch import Tensor, nn
 
 from qklab.hf import convert
@@ -413,7 +413,7 @@ def test_recomputing_under_gradient_checkpointing_sees_the_same_logits() -> None
     for checkpointing in (False, True):
         model = build("llama")
         if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            enable_checkpointing(model)
         clip = watch(model)
         model(input_ids=token_ids(), labels=token_ids()).loss.backward()
         found.append([*clip.watch.largest.values(), *(p.grad for p in model.parameters())])

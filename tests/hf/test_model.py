@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from small_models import END, KINDS, Small, decoder
+from small_models import CHECKPOINTING, END, KINDS, Small, decoder, enable_checkpointing
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -109,7 +109,7 @@ def test_checkpointed_gradients_are_the_plain_ones(kind: str, small: Small, ids:
     found = []
     for reentrant in (None, False, True):
         if reentrant is not None:
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            enable_checkpointing(model, reentrant)
         torch.manual_seed(0)
         model(ids, attention_mask=left, labels=ids.where(left.bool(), -100)).loss.backward()
         found.append([parameter.grad.clone() for parameter in model.parameters()])
@@ -136,7 +136,7 @@ def arguments(folder: Path, **changes: Any) -> TrainingArguments:
 def test_the_trainer_lowers_the_loss_and_saves_what_loads(kind: str, small: Small, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = QKLabForCausalLM(small(kind).config)
-    trainer = Trainer(model, arguments(tmp_path, gradient_checkpointing=kind == "MLA"), train_dataset=rows_of_text(8))
+    trainer = Trainer(model, arguments(tmp_path, **{CHECKPOINTING: kind == "MLA"}), train_dataset=rows_of_text(8))
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(losses) == 20

@@ -122,7 +122,7 @@ def drive(act: Callable[..., object], arguments: tuple[Any, ...], code: Any) -> 
 def read_comparable(folder: Path) -> dict[str, Any]:
     """Everything that the runs of a study left behind but clocks and names."""
     found: dict[str, Any] = {}
-    for path in sorted(folder.glob("runs/**/run.json")):
+    for path in sorted(folder.glob("runs/*/*/*/run.json")):
         directory = RunDirectory(path.parent)
         summary = directory.summary()
         assert summary is not None
@@ -162,12 +162,12 @@ def check_saved(folder: Path) -> None:
 
 
 def unfinished(folder: Path) -> list[Path]:
-    return [path.parent for path in folder.glob("runs/**/run.json") if not (path.parent / "summary.json").exists()]
+    return [path.parent for path in folder.glob("runs/*/*/*/run.json") if not (path.parent / "summary.json").exists()]
 
 
 def resumes(folder: Path) -> list[int]:
     """The steps at which runs were resumed."""
-    lines = [line for path in folder.glob("runs/**/metrics.jsonl") for line in path.read_bytes().splitlines()]
+    lines = [line for path in folder.glob("runs/*/*/*/metrics.jsonl") for line in path.read_bytes().splitlines()]
     return [json.loads(line)["step"] for line in lines if b'"kind": "resume"' in line]
 
 

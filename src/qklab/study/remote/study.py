@@ -152,9 +152,11 @@ class RemoteStudy:
             except FileNotFoundError:  # it gave way to a newer one
                 shutil.rmtree(stage / checkpoint.relative_to(run), ignore_errors=True)
         unsent = {"lock", "checkpoints", STAGE} | set(() if (run / "summary.json").exists() else ("summary.json",))
-        for path in sorted(run.rglob("*")):
+        # not into checkpoints, which give way while one looks
+        sent = [top for top in sorted(run.iterdir()) if top.name not in unsent]
+        for path in (inner for top in sent for inner in (top, *sorted(top.rglob("*")))):
             name = path.relative_to(run)  # a summary that comes now is sent with the last records, which come before it
-            if path.is_file() and name.parts[0] not in unsent and not name.name.startswith("."):
+            if path.is_file() and not name.name.startswith("."):
                 stage_file(path, stage / name, copy=name.name in GROWING)
         remote.upload(stage)
         shutil.rmtree(stage)

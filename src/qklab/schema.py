@@ -170,6 +170,16 @@ class Rule:
     repair: Callable[[Any], dict[str, Any]]
 
 
+def require_value(field: str, value: Any, where: Callable[[Any], Any], reason: str | Callable[[Any], str]) -> Rule:
+    """Where `where(spec)`, `field` must be `value`."""
+    return Rule(
+        field,
+        lambda spec: getattr(spec, field) != value and where(spec),
+        reason if callable(reason) else lambda spec: reason,
+        lambda spec: {field: value},
+    )
+
+
 class Spec:
     """Base of all specs; subclasses are `@dataclass(frozen=True, kw_only=True)` with `checked_field`s.
 

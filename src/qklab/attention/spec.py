@@ -1,4 +1,4 @@
-"""AttentionSpec: one choice per stage, what it costs, and which choices go together."""
+"""AttentionSpec: one choice per stage, and what it costs."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -7,7 +7,8 @@ import torch
 
 from qklab import register
 from qklab.attention.cache import cache_class
-from qklab.attention.couple import FORCES, Coupling
+from qklab.attention.couple import Coupling
+from qklab.attention.coupling_spec import CouplingSpec
 from qklab.attention.finish import GATES, Gate
 from qklab.attention.latent_couple import LATENT_COUPLINGS
 from qklab.attention.look_back import KeyShift, ShortConvolution, list_remembered
@@ -16,116 +17,8 @@ from qklab.attention.norm import Normalisation
 from qklab.attention.past import ROLLBACK
 from qklab.attention.project import PROJECTIONS, Latent, Projection
 from qklab.attention.rotate import KV_ROTATIONS, POSITIONS, Unrotated, choose_rotation
+from qklab.attention.rules import RULES
 from qklab.schema import Rule, Spec, boolean_field, choice_field, integer_field, number_field, spec_field
-
-SHARINGS = ("per-layer", "per-head")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CouplingSpec(Spec):
-    """How q and k evolve together before they are compared (docs/mechanisms/).
-
-    Args:
-        kind: The map.
-        steps: How often it is applied, with the same parameters.
-        force: What moves the key: a two-layer network, or minus the gradient of a potential (truly symplectic).
-        force_width: Hidden width of the force; by default head_width per layer, 8 per head, twice that for gradient
-            forces and affine.
-        force_sharing: One force for all heads of a layer, or a small one for each key head.
-        step_size: Where the learned step size δ starts.
-        step_sharing: One δ for the layer or one for each key head.
-        init: "identity" starts as no coupling at all (δ = 0; affine always does).
-        scale_limit: Largest |log scale| of affine.
-    """
-
-    kind: str = choice_field("leapfrog", register.coupling)
-    steps: int = integer_field(1, at_most=1000)
-    force: str = choice_field("mlp", FORCES)
-    force_width: int | None = integer_field(None)
-    force_sharing: str = choice_field("per-layer", SHARINGS)
-    step_size: float = number_field(1.0)
-    step_sharing: str = choice_field("per-layer", SHARINGS)
-    init: str = choice_field("default", ("default", "identity"))
-    scale_limit: float = number_field(2.0, above=0.0)
-
-    rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(
-            "force",
-            lambda c: c.force != "mlp" and c.force not in c.mechanism.forces,
-            lambda c: f"{c.kind} is not moved by a force that could be a gradient",
-            lambda c: {"force": "mlp"},
-        ),
-        Rule(
-            "force_width",
-            lambda c: c.force_width is not None and not c.mechanism.forces,
-            lambda c: f"{c.kind} has no force and so no hidden width",
-            lambda c: {"force_width": None},
-        ),
-        Rule(
-            "force_width",
-            lambda c: c.force_width is not None and c.force_width % c.mechanism.nets,
-            lambda c: f"{c.kind} splits the width evenly between its {c.mechanism.nets} forces",
-            lambda c: {"force_width": c.force_width + -c.force_width % c.mechanism.nets},
-        ),
-        Rule(
-            "steps",
-            lambda c: c.steps != 1 and not c.mechanism.repeats,
-            lambda c: f"{c.kind} is applied once",
-            lambda c: {"steps": 1},
-        ),
-        Rule(
-            "force_sharing",
-            lambda c: c.force_sharing != "per-layer" and not c.mechanism.shares_force,
-            lambda c: f"{c.kind} has no force that heads could share",
-            lambda c: {"force_sharing": "per-layer"},
-        ),
-        Rule(
-            "init",
-            lambda c: c.init == "identity" and not c.mechanism.has_identity,
-            lambda c: f"{c.kind} is the identity for no choice of its weights",
-            lambda c: {"init": "default"},
-        ),
-        Rule(
-            "step_size",
-            lambda c: c.step_size != 1.0 and not c.mechanism.stepped,
-            lambda c: f"{c.kind} has no step size",
-            lambda c: {"step_size": 1.0},
-        ),
-        Rule(
-            "step_size",
-            lambda c: c.step_size not in (0.0, 1.0) and c.init == "identity",
-            lambda c: "init='identity' starts at step size 0, so another one would be ignored",
-            lambda c: {"step_size": 1.0},
-        ),
-        Rule(
-            "step_sharing",
-            lambda c: c.step_sharing == "per-head" and not c.mechanism.stepped,
-            lambda c: f"{c.kind} has no step size",
-            lambda c: {"step_sharing": "per-layer"},
-        ),
-        Rule(
-            "scale_limit",
-            lambda c: c.scale_limit != 2.0 and not c.mechanism.limited,
-            lambda c: f"{c.kind} has no scale that could be limited, only affine has",
-            lambda c: {"scale_limit": 2.0},
-        ),
-    )
-
-    @property
-    def mechanism(self) -> type[Coupling]:
-        return register.coupling[self.kind]
-
-    @property
-    def name(self) -> str:
-        words = [f"{self.kind}×{self.steps}" if self.mechanism.repeats else self.kind]
-        words += ["∇U"] * (self.force == "gradient")
-        words += [f"h{self.force_width}"] * (self.force_width is not None)
-        words += [self.force_sharing] * (self.force_sharing != "per-layer")
-        words += [f"δ={self.step_size:g}"] * (self.step_size != 1.0)
-        words += ["δ-per-head"] * (self.step_sharing != "per-layer")
-        words += ["identity"] * (self.init == "identity")
-        words += [f"|s|≤{self.scale_limit:g}"] * (self.scale_limit != 2.0)
-        return " ".join(words)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,43 +45,6 @@ class LatentSpec(Spec):
             lambda s: {"rope_width": s.rope_width + 1},
         ),
     )
-
-
-def nearest_divisor(of: int, to: int, even: bool = False) -> int:
-    """The divisor of `of` closest to `to` (the smaller of two), among the even ones if asked."""
-    divisors = {d for small in range(1, int(of**0.5) + 1) if of % small == 0 for d in (small, of // small)}
-    return min((d for d in divisors if not even or d % 2 == 0), key=lambda d: (abs(d - to), d))
-
-
-def rope_repair(s: Any) -> dict[str, Any]:
-    if s.rope_fraction == 1.0 or s.head_width < 2:
-        return {"head_width": s.head_width + 1, "rope_fraction": 1.0}
-    rotated = min(max(2, 2 * round(s.head_width * s.rope_fraction / 2)), s.head_width - s.head_width % 2)
-    return {"rope_fraction": rotated / s.head_width}
-
-
-def rope_is_uneven(s: Any) -> bool:
-    if s.position != "rope" or s.latent is not None:
-        return False
-    rotated = s.head_width * s.rope_fraction
-    return abs(rotated - round(rotated)) > 1e-6 or round(rotated) % 2 != 0 or round(rotated) == 0
-
-
-def key_shift_repair(s: Any) -> dict[str, Any]:
-    if s.position != "rope" or s.head_width < 4:
-        return {"key_shift": False}
-    return {"rope_fraction": s.head_width // 4 * 2 / s.head_width}
-
-
-def latent_refuses(field: str, reason: str, value: Any) -> Rule:
-    return Rule(
-        field, lambda s: s.latent is not None and getattr(s, field) != value, lambda s: reason, lambda s: {field: value}
-    )
-
-
-def couples_heads(coupling: CouplingSpec) -> bool:
-    """Whether a coupling's options are about heads, or about a force that only heads have."""
-    return "per-head" in (coupling.force_sharing, coupling.step_sharing) or coupling.force != "mlp"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,163 +110,7 @@ class AttentionSpec(Spec):
     causal: bool = boolean_field(True)
     window: int | None = integer_field(None)
 
-    rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(
-            "head_width",
-            lambda s: s.head_width is None,
-            lambda s: f"width={s.width} is not a multiple of heads={s.heads}, so the head width must be given",
-            lambda s: {"head_width": max(2, s.width // s.heads // 2 * 2)},
-        ),
-        latent_refuses("share", "a latent already stands for both key and value", "none"),
-        Rule(
-            "kv_heads",
-            lambda s: s.latent is not None and s.kv_heads != s.heads,
-            lambda s: "a latent is already shared by all heads, so there are no key/value groups",
-            lambda s: {"kv_heads": s.heads},
-        ),
-        Rule(
-            "coupling",
-            lambda s: s.latent is not None and s.coupling is not None and s.coupler is None,
-            lambda s: f"{s.coupling.kind} moves the queries and keys of heads, and latents have none",
-            lambda s: {"coupling": CouplingSpec(kind="affine", steps=s.coupling.steps)},
-        ),
-        Rule(
-            "coupling",
-            lambda s: s.latent is not None and s.coupling is not None and couples_heads(s.coupling),
-            lambda s: "over latents, which have no heads, there is one network of each, and no gradient force",
-            lambda s: {
-                "coupling": s.coupling.replace(force="mlp", force_sharing="per-layer", step_sharing="per-layer")
-            },
-        ),
-        latent_refuses(
-            "norm", "keys are never formed while decoding from a latent, so they cannot be normalised", "none"
-        ),
-        latent_refuses("short_conv", "keys and values are never formed while decoding from a latent", None),
-        latent_refuses("key_shift", "keys are never formed while decoding from a latent", False),
-        latent_refuses("mix", "differential attention over a latent is not defined", "softmax"),
-        latent_refuses("value_norm", "values are never formed while decoding from a latent", False),
-        latent_refuses("rope_fraction", "the rotated part of a latent head is its rope_width", 1.0),
-        Rule(
-            "position",
-            lambda s: s.latent is not None and s.position == "rope" and not s.latent.rope_width,
-            lambda s: "the latent has rope_width=0, so there is nothing to rotate",
-            lambda s: {"position": "none"},
-        ),
-        Rule(
-            "latent",
-            lambda s: s.latent is not None and s.position != "rope" and s.latent.rope_width,
-            lambda s: f"rope_width={s.latent.rope_width} would stay unrotated with position={s.position!r}",
-            lambda s: {"latent": s.latent.replace(rope_width=0)},
-        ),
-        Rule(
-            "kv_heads",
-            lambda s: s.heads % s.kv_heads,
-            lambda s: f"the key/value heads must divide heads={s.heads}",
-            lambda s: {"kv_heads": nearest_divisor(s.heads, s.kv_heads)},
-        ),
-        Rule(
-            "kv_heads",
-            lambda s: not PROJECTIONS[s.share].own_query and s.kv_heads != s.heads,
-            lambda s: f"share={s.share!r} makes every query head a key head, so there are heads={s.heads} of them",
-            lambda s: {"kv_heads": s.heads},
-        ),
-        Rule(
-            "mix",
-            lambda s: register.mix[s.mix].query_factor > 1 and not PROJECTIONS[s.share].own_query,
-            lambda s: f"share={s.share!r} makes the queries the keys, and {s.mix} needs more queries than keys",
-            lambda s: {"mix": "softmax"},
-        ),
-        Rule(
-            "heads",
-            lambda s: register.mix[s.mix].pairs_heads and s.heads % 2,
-            lambda s: f"{s.mix} attention takes heads in pairs, so their number must be even",
-            lambda s: {"heads": s.heads + 1, "kv_heads": s.heads + 1 if s.kv_heads == s.heads else s.kv_heads},
-        ),
-        Rule(
-            "kv_heads",
-            lambda s: register.mix[s.mix].pairs_heads and s.kv_heads % 2,
-            lambda s: f"{s.mix} attention pairs key heads, so their number must be even",
-            lambda s: {"kv_heads": nearest_divisor(s.heads, s.kv_heads, even=True)},
-        ),
-        Rule(
-            "head_width",
-            lambda s: s.rope_fraction == 1.0 and rope_is_uneven(s),
-            lambda s: "RoPE turns pairs of entries, so the head width must be even",
-            rope_repair,
-        ),
-        Rule(
-            "rope_fraction",
-            rope_is_uneven,
-            lambda s: f"RoPE turns pairs of entries, so it must cover an even number of the {s.head_width}",
-            rope_repair,
-        ),
-        Rule(
-            "rope_fraction",
-            lambda s: s.position != "rope" and s.rope_fraction != 1.0,
-            lambda s: f"position={s.position!r} rotates nothing",
-            lambda s: {"rope_fraction": 1.0},
-        ),
-        Rule(
-            "rope_base",
-            lambda s: s.position != "rope" and s.rope_base != 10_000.0,
-            lambda s: f"position={s.position!r} rotates nothing",
-            lambda s: {"rope_base": 10_000.0},
-        ),
-        Rule(
-            "norm",
-            lambda s: s.norm != "none" and s.coupling is not None and s.coupling.mechanism.normalises,
-            lambda s: f"{s.coupling.kind} already brings queries and keys to one length",
-            lambda s: {"norm": "none"},
-        ),
-        Rule(
-            "key_shift",
-            lambda s: s.key_shift and s.rotated_width in (0, s.head_width),
-            lambda s: "it moves the entries that RoPE leaves, which must be some and not all",
-            key_shift_repair,
-        ),
-        Rule(
-            "value_norm",
-            lambda s: s.makes_both_on_reading and s.key_shift,
-            lambda s: "keys are then made on reading, and key_shift moves those that are stored",
-            lambda s: {"value_norm": False},
-        ),
-        Rule(
-            "kv_rotation",
-            lambda s: s.kv_rotation != "once" and not s.shares_rotated_key,
-            lambda s: "it is a choice only where key and value are one tensor under RoPE, with no norm between them",
-            lambda s: {"kv_rotation": "once"},
-        ),
-        Rule(
-            "asymmetry_2d",
-            lambda s: s.asymmetry_2d and (PROJECTIONS[s.share].own_query or s.causal or s.latent is not None),
-            lambda s: "it breaks the symmetry that only share='q=k' or 'q=k=v' with causal=False has",
-            lambda s: {"asymmetry_2d": False},
-        ),
-        Rule(
-            "asymmetry_free_scale",
-            lambda s: s.asymmetry_free_scale and not s.asymmetry_2d,
-            lambda s: "it is a choice within asymmetry_2d=True",
-            lambda s: {"asymmetry_free_scale": False},
-        ),
-        Rule(
-            "differential_gain",
-            lambda s: not s.differential_gain and not register.mix[s.mix].has_gain,
-            lambda s: "it is the gain of the norm in mix='differential'",
-            lambda s: {"differential_gain": True},
-        ),
-        Rule(
-            "sinks",
-            lambda s: s.sinks and not s.mixing.takes_sinks,
-            lambda s: f"mix={s.mix!r} does not take sinks",
-            lambda s: {"sinks": False},
-        ),
-        Rule(
-            "sinks",
-            lambda s: s.sinks and s.asymmetry_2d,
-            lambda s: "asymmetry_2d leaves out what is the same along a row, which a sink would be compared with",
-            lambda s: {"sinks": False},
-        ),
-    )
+    rules: ClassVar[tuple[Rule, ...]] = RULES
 
     def defaults(self) -> dict[str, Any]:
         even = self.width % self.heads == 0

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from qklab.schema import Rule, Spec, choice_field, number_field
+from qklab.schema import Rule, Spec, choice_field, number_field, require_value
 
 if TYPE_CHECKING:
     from torch import nn
@@ -95,17 +95,17 @@ class LogitControlSpec(Spec):
             lambda s: f"method={s.method!r} has no τ",
             lambda s: {"method": "quack", "threshold": None},
         ),
-        Rule(
+        require_value(
             "threshold",
-            lambda s: s.threshold is not None and s.method != "qk-clip",
+            None,
+            lambda s: s.method != "qk-clip",
             lambda s: f"method={s.method!r} has no threshold, only qk-clip has",
-            lambda s: {"threshold": None},
         ),
-        Rule(
+        require_value(
             "norm",
-            lambda s: s.norm != "frobenius" and s.method != "quack",
+            "frobenius",
+            lambda s: s.method != "quack",
             lambda s: f"method={s.method!r} measures no norm, only quack does",
-            lambda s: {"norm": "frobenius"},
         ),
     )
 

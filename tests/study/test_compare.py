@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 import shlex
 import signal
@@ -50,7 +51,8 @@ def test_the_time_decides_size_and_tokens(quick: None) -> None:
     assert (small.study.corpora, small.study.seeds, small.study.analyses) == (["stdlib"], 5, 2)
     assert (small.size, small.study.base["budget"]["tokens"]) == ("pico", small.tokens)
     assert 0.5 * 300 * 2 / 75 < small.tokens / 256 * 0.005 < 300 * 2 / 75  # most of a run's time is training
-    assert 0.97 * 300 * 2 / 75 < small.run_seconds <= 300 * 2 / 75
+    assert small.run_seconds <= 300 * 2 / 75
+    assert small.run_seconds * 4 / 3 == pytest.approx(1.25 * 300 * 2 / 75, rel=0.01)  # with one learning rate more
     evaluation = small.study.base["evaluation"]
     whole = 0.05 * small.study.base["corpus"]["limit_bytes"] / 3  # which is all there is to be read
     read = 8 * evaluation["tokens"] + min(whole, 2 * evaluation["final_tokens"])
@@ -145,6 +147,36 @@ def test_populations_are_planned_by_their_speed(quick: None) -> None:
     speed = sizes.measure_arm_speed(run, together.slots, 15)
     assert speed == pytest.approx(15 * run.tokens_per_step * sizes.COMPILING_GAINS / step)
     assert 75 * together.tokens / speed == pytest.approx(200 * 60, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("asked", "speed", "tokens"),
+    [
+        ({"minutes": 4, "size": "nano"}, 10e6, 20e6),
+        ({"minutes": 4, "size": "micro"}, 5e6, 12e6),
+        ({"minutes": 4, "arms": (*compare.DEFAULT, "euler", "q=k", "gqa", "mqa"), "size": "nano"}, 10e6, 8e6),
+    ],
+)
+def test_populations_end_in_time_and_a_quarter(
+    quick: None, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], speed: float, tokens: float
+) -> None:
+    monkeypatch.setattr(compare, "measure_arm_speed", lambda *_: speed)
+    found = plan(WorkerSlots(1, 16, (0,)), **asked)
+    runs, arms = count_runs(found.study), len(found.study.arms)
+    assert runs == 15 * arms
+    assert found.tokens >= tokens
+    work = runs * 1.045 * found.tokens / speed  # evaluations included
+    expected, longest = (starts * compare.POPULATION_START + work for starts in (1, math.ceil(arms / 2)))
+    assert expected < 60 * 4
+    assert longest < 75 * 4  # every start waited for
+    assert max(expected / 60, longest / 75) > 0.93 * 4
+
+
+def test_half_an_hour_on_a_gpu_is_for_micro(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    speeds = {64: 20e6, 128: 10e6, 256: 5e6, 384: 2.2e6}
+    monkeypatch.setattr(compare, "measure_arm_speed", lambda run, *_: speeds[run.model.width])
+    found = plan(WorkerSlots(1, 16, (0,)), minutes=30)
+    assert (found.size, found.tokens_per_parameter >= 10) == ("micro", True)
 
 
 def test_without_minutes_the_size_decides_and_no_machine_differs(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:

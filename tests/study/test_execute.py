@@ -127,7 +127,7 @@ def test_a_finished_study_is_left_alone_even_without_its_corpus(
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("nothing is left to do")
 
-    monkeypatch.setattr(execute, "prepare_corpus", refuse)
+    monkeypatch.setattr("qklab.study.folder.prepare_corpus", refuse)
     executor = InProcess(refuse)
     folder = shutil.copytree(undisturbed_folder, tmp_path / "study")
     results = carry_out(small_spec(corpus), folder, executor=executor)
@@ -189,7 +189,7 @@ def test_a_study_is_stopped_while_its_corpus_is_prepared(
         os.kill(os.getpid(), number)
         time.sleep(120)
 
-    monkeypatch.setattr(execute, "prepare_corpus", prepare)
+    monkeypatch.setattr("qklab.study.folder.prepare_corpus", prepare)
     sentence = f"^stopped by {number.name} while its corpora were prepared; the same command continues"
     with pytest.raises(StudyInterrupted, match=sentence):
         carry_out(small_spec(corpus), tmp_path / "study")
@@ -203,7 +203,7 @@ def test_a_study_is_stopped_while_its_corpus_is_prepared(
 def begun(spec: StudySpec, folder: Path) -> None:
     """A study of which one run has been done, by a fabricated summary."""
     with Study(spec, folder).open() as study:
-        study.write_record([])
+        study.files.write_record([])
         fabricate(spec, folder, next(plan_tuning_runs(spec)))
 
 
@@ -272,7 +272,7 @@ def test_a_study_of_one_seed_only_tunes_and_is_an_anecdote(
 ) -> None:
     spec = small_spec(corpus, seeds=1)
     with Study(spec, tmp_path).open() as study:
-        study.write_record([])
+        study.files.write_record([])
         for run in plan_tuning_runs(spec):
             shutil.copytree(run.folder_in(undisturbed_folder), run.folder_in(tmp_path))
         results = study.carry_out(InProcess(), RecordingDisplay())
@@ -323,7 +323,7 @@ def test_another_run_in_the_place_of_a_planned_one_is_refused(corpus: str, tmp_p
     spec = small_spec(corpus)
     fabricate(spec, tmp_path, next(plan_tuning_runs(spec)), z_loss=0.5)
     with Study(spec, tmp_path / "new").open() as study:
-        study.write_record([])
+        study.files.write_record([])
         (tmp_path / "runs").rename(tmp_path / "new" / "runs")
     with pytest.raises(StudyError, match=r"another run is in the place of standard .* z_loss=0.5, but 0.0 came"):
         carry_out(spec, tmp_path / "new")
@@ -411,17 +411,17 @@ def test_runs_of_the_second_phase_begin_while_the_first_still_runs(corpus: str, 
     spec = small_spec(corpus, seeds=3)
     study = Study(spec, tmp_path)
     plan = list(plan_tuning_runs(spec))
-    assert study.plan_certain_runs() == plan
+    assert study.runs.plan_certain_runs() == plan
     for run in plan:
         if run != PlannedRun(corpus, "k=v", 1e-2, 0):
             fabricate(spec, tmp_path, run)
-    assert study.list_missing_runs() == [
+    assert study.runs.list_missing_runs() == [
         PlannedRun(corpus, "k=v", 1e-2, 0),
         PlannedRun(corpus, "standard", 1e-3, 1),
         PlannedRun(corpus, "standard", 1e-3, 2),
     ]
     fabricate(spec, tmp_path, PlannedRun(corpus, "k=v", 1e-2, 0))
-    assert len(study.list_missing_runs()) == 4
+    assert len(study.runs.list_missing_runs()) == 4
 
 
 def test_progress_and_the_time_left(corpus: str, tmp_path: Path) -> None:
@@ -430,7 +430,7 @@ def test_progress_and_the_time_left(corpus: str, tmp_path: Path) -> None:
     plan = list(plan_tuning_runs(spec))
     for run in plan[:2]:
         fabricate(spec, tmp_path, run)
-    study.list_unfinished(plan)
+    study.runs.list_unfinished(plan)
     study.progress.began, study.progress.given = time.monotonic() - 60.0, 2.0
     study.show_progress(plan[2:3], display)
     assert display.shown[-1][1] == "2/8 runs · waiting for a process or node to begin"
@@ -438,7 +438,7 @@ def test_progress_and_the_time_left(corpus: str, tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     record = {"kind": "train", "step": STEPS // 2, "time": {"seconds": 1.0}}
     (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n" + '{"kind": "evaluation"}\n{"kind": "tr')
-    assert measure_run_progress(folder, study.resolve(plan[2])) == 0.5
+    assert measure_run_progress(folder, study.runs.resolve(plan[2])) == 0.5
     study.show_progress(plan[2:3], display)
     assert " left " not in display.shown[-1][1]  # it has just begun to move; what came before was starting
     study.progress.began, study.progress.given = time.monotonic() - 60.0, 2.0
@@ -455,8 +455,8 @@ def test_an_arm_that_always_diverges_is_not_waited_for(corpus: str, tmp_path: Pa
     for run in plan_tuning_runs(spec):
         fabricate(spec, tmp_path, run, status="diverged" if run.arm == "k=v" else "finished")
     study, display = Study(spec, tmp_path), RecordingDisplay()
-    study.list_unfinished(plan_tuning_runs(spec))
+    study.runs.list_unfinished(plan_tuning_runs(spec))
     study.progress.began, study.progress.moving = time.monotonic() - 60.0, True
     study.show_progress([], display)
     assert display.shown[-1][1].startswith("4/6 runs · 30 s left")
-    assert {run.arm for run in study.list_missing_runs()} == {"standard"}
+    assert {run.arm for run in study.runs.list_missing_runs()} == {"standard"}

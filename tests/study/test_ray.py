@@ -121,10 +121,10 @@ def refuse_on_a_node(study: Study, executor: RayExecutor) -> None:
     data = read_study_record(study.folder).data
     with pytest.MonkeyPatch.context() as patch:
         other = [entry | {"hash": "another"} for entry in data]
-        patch.setattr(study, "prepare_corpora", lambda _: study.write_record(other))
+        patch.setattr(study, "prepare_corpora", lambda _: study.files.write_record(other))
         with pytest.raises(StudyError, match=r"^the corpus .* is another text on the node .* shared file system"):
             study.carry_out(executor, Display())
-    study.write_record(data)
+    study.files.write_record(data)
 
 
 def fail_on_a_node(study: Study, executor: RayExecutor, corpus: str) -> None:

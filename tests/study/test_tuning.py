@@ -17,8 +17,9 @@ from qklab.study.answer import write_answer
 from qklab.study.execute import Study, StudyInterrupted
 from qklab.study.executors import RunTask, Unit, WorkerSlots
 from qklab.study.findings import derive_findings
-from qklab.study.plan import PlannedRun
-from qklab.study.records import RunResult, read_results
+from qklab.study.plan import PlannedRun, plan_tuning_runs
+from qklab.study.records import RunResult, read_results, read_study_record
+from qklab.study.schedule import SLACK
 from qklab.study.spec import StudySpec
 from qklab.study.stats.tuning import find_best_rates, measure_sensitivity
 from qklab.study.tuning import choose_learning_rates, choose_rate, find_grid, find_grids
@@ -108,7 +109,7 @@ def test_no_seed_confirms_a_rate_that_another_arm_may_still_change(corpus: str, 
     spec = small_spec(corpus, lrs=[1e-3, 2e-3, 4e-3], extend=1, seeds=3)
     for lr in (5e-4, *spec.lrs):  # fabricated losses grow with the rate
         fabricate(spec, tmp_path, PlannedRun(corpus, "standard", lr, 0))
-    missing = Study(spec, tmp_path).list_missing_runs()
+    missing = Study(spec, tmp_path).runs.list_missing_runs()
     assert {(run.arm, run.seed) for run in missing} == {("k=v", 0)}
 
 
@@ -164,6 +165,41 @@ def test_a_study_goes_on_beyond_its_grid_and_says_so(corpus: str, tmp_path: Path
     assert "Learning rates are still being tried" not in " ".join(found.notes)
     assert found.tuning["k=v"].best == (None if tuning_seeds == 1 else [4e-3])
     assert "sensitivity" in write_answer(spec, results)
+
+
+@pytest.mark.parametrize(("minutes", "tried"), [(-1.0, [1e-3, 2e-3, 4e-3]), (1.0, [1e-3, 2e-3, 4e-3, 8e-3])])
+def test_learning_rates_that_would_not_end_in_time_are_left_out_for_good(
+    corpus: str, tmp_path: Path, minutes: float, tried: list[float]
+) -> None:
+    spec = small_spec(corpus, lrs=[1e-3, 2e-3, 4e-3], extend=2, seeds=3, tuning_seeds=3)
+    display = RecordingDisplay()
+
+    def act(unit: Unit, task: RunTask) -> None:
+        train_as({"standard": 2e-3, "k=v": 1.6e-2})(unit, task)
+        if task.spec["optimiser"]["lr"] == 8e-3:  # the time is over when the first round is
+            timed.extend_until = 0.0
+
+    with Study(spec, tmp_path, extend_minutes=minutes).open() as timed:
+        results = timed.carry_out(InProcess(act, 2), display)
+        assert timed.runs.estimate_wall_clock([r.planned for r in results[:4]], 2) == pytest.approx(2 * SLACK)
+    assert sorted({result.planned.lr for result in results}) == tried
+    assert display.count(f"but {2 * tried[-1]:g} would take longer than the minutes asked for") == 1
+    kept = read_study_record(tmp_path).spec
+    assert kept.extend == len(tried) - 3
+    found = derive_findings(kept, results, corpus)
+    assert found.grid == tried
+    assert "k=v did best at an end of the learning rates tried" in " ".join(found.notes)
+    with Study(kept, tmp_path).open() as again:  # with more time: what was left out stays so
+        assert again.carry_out(InProcess(act), display) == results
+
+
+def test_a_process_of_many_runs_starts_once_for_each_arm(corpus: str, tmp_path: Path) -> None:
+    spec = small_spec(corpus, tuning_seeds=2)
+    runs = list(plan_tuning_runs(spec))
+    summary = {"seconds": 3.0, "population": 4, "seconds_of_last_process": {"all": 40.0}}
+    timed = Study(spec, tmp_path)
+    timed.runs.results = {run: RunResult(run, "finished", summary) for run in runs}
+    assert timed.runs.estimate_wall_clock(runs, 2) == pytest.approx(SLACK * (2 * 28 + 8 * 3) / 2)
 
 
 def test_slices_of_a_growing_study_make_the_same_runs(corpus: str, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 import dataclasses
 import shlex
+import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -60,6 +61,7 @@ class CompareCommand:
         from qklab.study.records import read_study_record
         from qklab.train.progress import Terminal
 
+        began = time.monotonic()
         given = {"column": self.column, "encoding": self.encoding, "skip_bad": self.skip_bad or None}
         reading = {name: value for name, value in given.items() if value is not None}
         request = compare.ComparisonRequest(
@@ -76,9 +78,9 @@ class CompareCommand:
             return self.execute_sizes(compare.plan_sizes(request, known), folder, display, command)
         if (folder / "study.json").exists():
             record = read_study_record(folder)
-            began = record.spec.run(record.spec.baseline, record.spec.corpora[0], record.spec.lrs[0], 0)
+            first = record.spec.run(record.spec.baseline, record.spec.corpora[0], record.spec.lrs[0], 0)
             by_size = record.asked.get("minutes") is None
-            executor.slots = compare.choose_slots(executor.slots, began, self.at_once, by_size)
+            executor.slots = compare.choose_slots(executor.slots, first, self.at_once, by_size)
             if self.more:
                 record = compare.extend_comparison(record, folder, request, executor.slots)
             else:
@@ -93,7 +95,9 @@ class CompareCommand:
             )
             executor.slots, spec, asked = plan.slots, plan.study, plan.to_record(request)
         execution = compare.choose_execution(spec)
-        study = Study(spec, folder, data=self.data, execution=execution, asked=asked)
+        minutes = asked.get("minutes")
+        left = None if minutes is None else compare.OVERTIME * minutes - (time.monotonic() - began) / 60
+        study = Study(spec, folder, data=self.data, execution=execution, asked=asked, extend_minutes=left)
         return execute_and_report(study, lambda: executor, display, command)
 
     def execute_sizes(self, spec: Any, folder: Path, display: Any, command: str) -> int:

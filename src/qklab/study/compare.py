@@ -25,7 +25,8 @@ BASELINE = "standard"
 DEFAULT = (BASELINE, "leapfrog", "affine", "k=v", "qk-norm")
 SPLITS = {"valid": 0.02, "test": 0.03}
 START = {"cpu": 2.0, "cuda": 20.0}  # seconds that a run takes beside its steps and evaluations
-COMPILING = 60.0  # seconds that all populations take beside that, since only the first one's compiling is waited for
+POPULATION_START = 35.0  # seconds until a population makes its first step: a Python of its own, and compiling
+OVERTIME = 1.25  # of the minutes asked for: everything has ended by then, learning rates that are added included
 EVALUATIONS, EVALUATED = 8, 8192  # how often while training, on how many tokens at most
 PROBES = 6  # enough for a curve of how logits grow
 LEAST_READ = 16_384  # tokens that tell losses apart by about 0.03
@@ -207,18 +208,25 @@ def plan_size(size: str, request: ComparisonRequest, slots: WorkerSlots, at_once
     """The study of a size with as many tokens a run as the time allows, evaluation and all, or as the size says."""
     trial = make_study(size, request, 2**20)
     runs = [trial.run(arm, trial.corpora[0], trial.lrs[0], 0) for arm in trial.arms]
-    together = all(count_runs_together(run, slots, 2) > 1 for run in runs)
+    each, parameters, own = runs[0].tokens_per_step, runs[0].model.parameters(), trial.seeds * len(trial.lrs)
+    together = min(count_runs_together(run, slots, own) for run in runs)
     slots = choose_slots(slots, runs[0], at_once, request.minutes is None)
-    speeds = [measure_arm_speed(run, slots, count_runs(trial) // len(runs) // len(trial.corpora)) for run in runs]
+    speeds = [measure_arm_speed(run, slots, own) for run in runs]
     speed = len(speeds) / sum(1 / each for each in speeds)  # every arm trains on as many tokens
-    each, parameters = runs[0].tokens_per_step, runs[0].model.parameters()
+    rounds = math.ceil(len(runs) * len(trial.corpora) * math.ceil(own / together) / slots.count)
 
-    def seconds(tokens: int) -> float:
+    def seconds(tokens: int, starts: int = 1) -> float:
+        """Of a run; of populations so many starts are waited for, since most begin while another is trained."""
         final = choose_final_tokens(request, tokens)
         whole = sum(SPLITS.values()) * choose_limit(tokens) / 3  # tokens that validation and test have at most
         read = EVALUATIONS * choose_evaluated(tokens) + (min(2 * final, whole) if final else whole)
-        beside = COMPILING * slots.count / count_runs(trial) if together else START[slots.device]
+        beside = starts * POPULATION_START * slots.count / count_runs(trial) if together > 1 else START[slots.device]
         return beside + (tokens + read / 3) * slots.count / speed  # a forward pass is a third of a step
+
+    def fits(tokens: int, allowed: float) -> bool:
+        """Whether it ends in time, and by OVERTIME with one more learning rate, and where every start is waited for."""
+        more = 1 + 1 / len(trial.lrs) if trial.extend else 1.0
+        return max(1.0, more / OVERTIME) * seconds(tokens) <= allowed >= seconds(tokens, rounds) / OVERTIME
 
     low = max(LEAST_STEPS * each, int(SIZES[size].tokens_per_parameter * parameters))
     if request.minutes is not None:
@@ -226,7 +234,7 @@ def plan_size(size: str, request: ComparisonRequest, slots: WorkerSlots, at_once
         low, high = LEAST_STEPS * each, int(allowed * speed / slots.count)
         while high - low > each:
             tokens = (low + high) // 2
-            low, high = (tokens, high) if seconds(tokens) <= allowed else (low, tokens)
+            low, high = (tokens, high) if fits(tokens, allowed) else (low, tokens)
     tokens = low // each * each
     return ComparisonPlan(make_study(size, request, tokens), size, slots, tokens, parameters, seconds(tokens))
 

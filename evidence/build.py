@@ -3,9 +3,16 @@
     python evidence/build.py            writes results.json, each study's table in its README.md, and docs/evidence.md's
     python evidence/build.py --check    changes nothing, names what is stale and exits 1
 
+Numbers in sentences, there and in README.md, are filled in between marks; an arm without a rate is at its own best one:
+
+    <!-- nats: coupling-nano standard@3e-3 uncoupled@3e-3 -->0.063 nats (0.040 to 0.087)<!-- end -->, first less second
+    <!-- perplexity: coupling-nano leapfrog standard -->−4.9 % (−17.3 to +9.4)<!-- end -->, first against second
+    <!-- spread: coupling-nano standard -->0.22 nats<!-- end -->, between the best and the worst seed at one rate
+
 A study is a folder here with study.toml, the plan as it was fixed beforehand, and records.jsonl (see keep.py). What its
 arms are found to do is what `qklab study` finds; what becomes of a published figure is the word of `judge_claim`, but a
-claim stays open while it was tried at fewer sizes than the protocol asks for.
+claim stays open while it was tried at fewer sizes than the protocol asks for. A figure in `points` is of the mean over
+a study's tasks, judged by the same rules; one within the study's margin is a claim that there is no difference.
 """
 
 import json
@@ -19,16 +26,18 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from qklab.study.claims import ClaimVerdict, MeasuredEffect, judge_claim
+from qklab.study.claims import ClaimJudge, ClaimVerdict, MeasuredEffect, judge_claim
 from qklab.study.findings import Findings, average_corpora, derive_findings
 from qklab.study.metrics import find_metric
 from qklab.study.plan import PlannedRun, write_number
 from qklab.study.records import RunResult
 from qklab.study.spec import StudySpec, read_study
+from qklab.study.stats.groups import average_groups
+from qklab.study.stats.paired import compare_paired, separate_diverged
 from qklab.study.verdict import Verdict
 
 EVIDENCE = Path(__file__).parent
-PAGE, RESULTS = EVIDENCE.parent / "docs/evidence.md", EVIDENCE / "results.json"
+PAGE, README, RESULTS = EVIDENCE.parent / "docs/evidence.md", EVIDENCE.parent / "README.md", EVIDENCE / "results.json"
 SIZES = 3  # that a verdict on a claim needs
 MARK = "<!-- table: begin -->"
 MINUS = str.maketrans("-", "−")
@@ -61,6 +70,16 @@ class Evidence:
                 found.setdefault((run.arm, run.lr), {})[run.seed] = result.value(metric)
         return found
 
+    def select(self, place: str) -> dict[int, float]:
+        """Seed → the metric of an arm, "leapfrog@3e-3" or, at its own best rate, "leapfrog"."""
+        arm, _, rate = place.partition("@")
+        corpus = self.spec.corpora[0]
+        lr = float(rate) if rate else self.find(corpus).lrs.get(arm)
+        found = self.collect(corpus).get((arm, lr or 0.0))
+        if found is None:
+            sys.exit(f"{self.name} has no run of {place}, which a page asks for; correct the mark or keep the record.")
+        return found
+
     def measure(self, arm: str, baseline: str) -> list[MeasuredEffect]:
         """Paired differences on every corpus: at the rates chosen for each arm, and at each rate that both finished."""
         effects = []
@@ -85,6 +104,10 @@ class Evidence:
                     effects.append(MeasuredEffect(self.size, count, finite, corpus, lr, diverged))
         return effects
 
+    def average(self) -> Findings | None:
+        """What is found on the mean over its tasks."""
+        return average_corpora(self.spec, [self.find(corpus) for corpus in self.spec.corpora])
+
     def describe(self) -> dict[str, Any]:
         """Everything a table or figure shows of it."""
         corpora = {}
@@ -97,12 +120,13 @@ class Evidence:
             }
         metric = find_metric(self.spec.metric)
         about: dict[str, Any] = {} if metric.name == "loss" else {"unit": metric.unit}
-        average = average_corpora(self.spec, [self.find(corpus) for corpus in self.spec.corpora])
+        average = self.average()
         if average is not None:
             about["mean"] = {"of": average.corpus, "chance": round_number(average.chance), "arms": {}}
             for arm, values in average.values.items():
                 own = describe_verdict(average.verdicts.get(arm))
-                about["mean"]["arms"][arm] = {"value": round(fmean(values.values()), 4), "lr": 0.0} | own
+                mean = fmean(values.values())
+                about["mean"]["arms"][arm] = {"value": round(mean, 4) if math.isfinite(mean) else None, "lr": 0.0} | own
         return {"size": self.size, "baseline": self.spec.baseline, "runs": self.runs, "corpora": corpora} | about
 
     def describe_arm(self, arm: str, findings: Findings, values: Values) -> dict[str, Any]:
@@ -169,11 +193,15 @@ def write_study_table(about: Mapping[str, Any]) -> str:
         heads = [f"{mean['of']}: {about['unit']}{chance}", "mean", f"against {about['baseline']}", "p (Holm)"]
         lines += ["| " + " | ".join(heads) + " |", "|---|---:|---:|---:|"]
         lines += [
-            f"| {arm} | {own['value']:.2f} | {write_difference(own)} | {write_p(own)} |"
+            f"| {arm} | {write_score(own['value'])} | {write_difference(own)} | {write_p(own)} |"
             for arm, own in mean["arms"].items()
         ]
         lines.append("")
     return "\n".join(lines)
+
+
+def write_score(value: float | None) -> str:
+    return "diverged" if value is None else f"{value:.2f}"
 
 
 def write_losses(about: Mapping[str, Any], chosen: bool) -> str:
@@ -204,16 +232,20 @@ def judge_claims(claims: Sequence[Mapping[str, Any]], studies: Mapping[str, Evid
     judged = []
     for claim in claims:
         figures = []
+        own = [studies[name] for name in claim.get("studies", []) if name in studies]
         for figure in claim.get("figures", []):
+            if "points" in figure:
+                figures += [found for study in own if (found := judge_points(figure, study)) is not None]
+                continue
             baseline, effects = figure.get("baseline", "standard"), list[MeasuredEffect]()
-            for name in claim["studies"]:
-                effects += studies[name].measure(figure["arm"], baseline)
+            for study in own:
+                effects += study.measure(figure["arm"], baseline)
             if any(effect.lr is None for effect in effects):
                 verdict = judge_claim(
                     effects,
                     figure["percent"],
                     figure["parameters"],
-                    margin=studies[claim["studies"][0]].spec.margin,
+                    margin=own[0].spec.margin,
                     arm=figure["arm"],
                     baseline=baseline,
                     plan=False,
@@ -221,6 +253,23 @@ def judge_claims(claims: Sequence[Mapping[str, Any]], studies: Mapping[str, Evid
                 figures.append(describe_figure(figure, baseline, effects, verdict))
         judged.append({"id": claim["id"], "figures": figures})
     return judged
+
+
+def judge_points(figure: Mapping[str, Any], study: Evidence) -> dict[str, Any] | None:
+    """A published difference of the mean over tasks, in points of accuracy, beside the one that was measured."""
+    average = study.average()
+    if average is None:
+        return None
+    arm, margin = figure["arm"], study.spec.margin
+    pairs = separate_diverged(average.values[arm], average.values[study.spec.baseline])
+    about = {"arm": arm, "baseline": study.spec.baseline, "published": figure["points"], "word": "open"}
+    own = {"size": study.size, "seeds": len(pairs.arm), "diverged": len(pairs.arm_diverged), "points": None}
+    if own["diverged"] or own["seeds"] < 2:
+        return about | {"measured": [own], "so_far": "open"}
+    effect = average_groups([[pairs.arm[seed] - pairs.baseline[seed] for seed in pairs.arm]])
+    published = figure["points"] if abs(figure["points"]) >= margin else 0.0
+    own["points"] = [round_number(value) for value in (effect.estimate, effect.low, effect.high)]
+    return about | {"measured": [own], "so_far": ClaimJudge(published, margin, 0.05).classify(effect)}
 
 
 def describe_figure(
@@ -244,7 +293,10 @@ def describe_figure(
 
 
 def write_claims_table(claims: Mapping[str, Any], judged: Sequence[Mapping[str, Any]]) -> str:
-    lines = ["| | claim | published | measured: change of perplexity | verdict |", "|---|---|---|---|---|"]
+    lines = [
+        "| | claim | published | measured: change of perplexity, or points of accuracy | verdict |",
+        "|---|---|---|---|---|",
+    ]
     for claim, found in zip(claims["claims"], judged, strict=True):
         measured = "<br>".join(write_measured(figure) for figure in found["figures"])
         words = sorted({figure["word"] for figure in found["figures"]}) or ["open"]
@@ -259,11 +311,12 @@ def write_measured(figure: Mapping[str, Any]) -> str:
     against = "" if figure["baseline"] == "standard" else f" against {figure['baseline']}"
     told = []
     for own in figure["measured"]:
-        percent, low, high = own["percent"]
+        unit = "points" if "points" in own else "%"
+        change, low, high = own["points" if "points" in own else "percent"] or (None,) * 3
         if own["diverged"]:
             told.append(f"{own['size']}: {own['diverged']} seeds diverged")
-        elif percent is not None:
-            told.append(f"{own['size']}: {percent:+.1f} % ({low:+.1f} to {high:+.1f}), n = {own['seeds']}")
+        elif change is not None:
+            told.append(f"{own['size']}: {change:+.1f} {unit} ({low:+.1f} to {high:+.1f}), n = {own['seeds']}")
     return f"{figure['arm']}{against} {'; '.join(told)}".translate(MINUS)
 
 
@@ -271,6 +324,35 @@ def fill_block(text: str, table: str) -> str:
     """The text with what stands between its two marks replaced."""
     block = re.compile(rf"(?<={MARK}\n).*?(?=<!-- table: end -->)", re.DOTALL)
     return block.sub(lambda _: table, text)
+
+
+# Numbers in sentences
+
+
+def write_number_of(kind: str, study: Evidence, places: Sequence[str]) -> str:
+    """A paired difference in nats or per cent of perplexity with its 95 % interval, or how far seeds lie apart."""
+    if kind == "spread":
+        rates = [[*own.values()] for (arm, _), own in study.collect(study.spec.corpora[0]).items() if arm == places[0]]
+        return f"{max(max(own) - min(own) for own in rates if all(map(math.isfinite, own))):.2f} nats"
+    own = compare_paired(*(study.select(place) for place in places))
+    low, high = (math.nan if end is None else end for end in (own.low, own.high))
+    if kind == "nats":
+        return f"{own.mean:.3f} nats ({low:.3f} to {high:.3f})".translate(MINUS)
+    mean, low, high = (100 * math.expm1(value) for value in (own.mean, low, high))
+    return f"{mean:+.1f} % ({low:+.1f} to {high:+.1f})".translate(MINUS)
+
+
+def fill_numbers(text: str, studies: Mapping[str, Evidence]) -> str:
+    """The text with every number between marks computed again."""
+
+    def compute(found: re.Match[str]) -> str:
+        kind, study, places = found["kind"], found["study"], found["places"].split()
+        if study not in studies:
+            sys.exit(f"there is no study {study}, which a page asks for; there are {', '.join(studies)}.")
+        return f"{found['mark']}{write_number_of(kind, studies[study], places)}{found['end']}"
+
+    mark = r"(?P<mark><!-- (?P<kind>nats|perplexity|spread): (?P<study>\S+) (?P<places>[^>]+?) -->)"
+    return re.sub(mark + r".*?(?P<end><!-- end -->)", compute, text, flags=re.DOTALL)
 
 
 def build() -> dict[Path, str]:
@@ -281,7 +363,9 @@ def build() -> dict[Path, str]:
     judged = judge_claims(claims["claims"], studies)
     about = {name: study.describe() for name, study in studies.items()}
     results = json.dumps({"studies": about, "claims": judged}, indent=1, ensure_ascii=False) + "\n"
-    files = {RESULTS: results, PAGE: fill_block(PAGE.read_text(encoding="utf-8"), write_claims_table(claims, judged))}
+    page = fill_block(PAGE.read_text(encoding="utf-8"), write_claims_table(claims, judged))
+    files = {RESULTS: results, PAGE: fill_numbers(page, studies)}
+    files[README] = fill_numbers(README.read_text(encoding="utf-8"), studies)
     for name, study in studies.items():
         page = study.folder / "README.md"
         text = page.read_text(encoding="utf-8")

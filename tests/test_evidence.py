@@ -3,7 +3,9 @@
 import importlib.util
 import json
 import shutil
+from itertools import product
 from pathlib import Path
+from statistics import fmean, stdev
 from types import ModuleType
 
 import pytest
@@ -37,9 +39,10 @@ def test_claims_are_all_there_and_none_is_decided_by_fewer_sizes_than_the_protoc
 
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
-    """The evidence on sharing and the page of claims, to be tampered with."""
+    """The evidence and its page, to be tampered with."""
     (tmp_path / "docs").mkdir()
     shutil.copy(ROOT / "docs/evidence.md", tmp_path / "docs/evidence.md")
+    (tmp_path / "README.md").write_text("")
     shutil.copytree(ROOT / "evidence", tmp_path / "evidence")
     return tmp_path / "evidence"
 
@@ -62,3 +65,48 @@ def test_a_changed_record_changes_its_tables_and_a_lost_one_is_not_made_up(copie
     assert row(table, "standard") == row(before, "standard")
     assert (row(table, "q=k"), bool(row(before, "q=k"))) == ("", True)
     assert ("q=k nano" in page, "q=k=v nano" in page) == (False, True)
+
+
+def test_a_published_difference_in_points_stands_beside_the_mean_over_tasks(copied: Path) -> None:
+    build = load_build(copied)
+    spec = build.read_study(copied / "b8-tasks/study.toml")
+    costs = dict.fromkeys(("training_flops", "tokens", "seconds", "tokens_per_second"), 1.0)
+    costs |= {"peak_memory_bytes": 1, "cache_bytes_per_token": 1, "parameters": 1}
+    lost = {"standard": 0.0, "q=k": 0.001, "q=k 2-D": -0.02, "k=v": 0.03, "q=k=v": 0.07, "q=k=v 2-D": 0.0}
+    lines = []
+    for k, (corpus, arm, lr, seed) in enumerate(build.product(spec.corpora, lost, spec.lrs, range(5))):
+        right = 0.8 + 0.03 * spec.corpora.index(corpus) - lost[arm] + 1e-4 * (k * k % 7)
+        score = {"loss": 1.0 + (lr != 1e-3), "accuracy": right, "chance": 0.1}
+        summary = {"status": "finished", "evaluation": {"valid": score, "test": score}, **costs}
+        lines.append(json.dumps({"place": str(build.PlannedRun(corpus, arm, lr, seed).path), "summary": summary}))
+    (copied / "b8-tasks/records.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    files = build.build()
+    assert "q=k=v 2×64: −7.0 points (" in files[copied.parent / "docs/evidence.md"]
+    assert "| the mean of 5 corpora: % of the answers right (chance 10.0) |" in files[copied / "b8-tasks/README.md"]
+    claims = {claim["id"]: claim for claim in json.loads(files[copied / "results.json"])["claims"]}
+    so_far = {figure["arm"]: figure["so_far"] for figure in claims["B8"]["figures"]}
+    words = ["reproduced", "reproduced", "refuted", "smaller than published", "refuted"]
+    assert so_far == dict(zip([*lost][1:], words, strict=True))
+    assert {figure["word"] for figure in claims["B8"]["figures"]} == {"open"}  # of one size
+
+
+def test_a_number_in_a_sentence_is_the_records_whatever_stood_there() -> None:
+    build = load_build(ROOT / "evidence")
+    study = build.Evidence(ROOT / "evidence/coupling-nano")
+    known = {"coupling-nano": study}
+    own = {rate: study.select(f"standard@{rate}") for rate in ("3e-3", "6e-3", "1.2e-2", "2.4e-2")}
+    differences = [own["3e-3"][seed] - own["1.2e-2"][seed] for seed in range(5)]
+    mean, half = fmean(differences), 2.776445 * stdev(differences) / 5**0.5
+    spread = max(abs(a - b) for seeds in own.values() for a, b in product(seeds.values(), repeat=2))
+    for kind, arms, number in (
+        ("nats", "standard@3e-3 standard@1.2e-2", f"{mean:.3f} nats ({mean - half:.3f} to {mean + half:.3f})"),
+        ("spread", "standard", f"{spread:.2f} nats"),
+    ):
+        text = f"It is <!-- {kind}: coupling-nano {arms} -->%s<!-- end -->, and more."
+        assert build.fill_numbers(text % "9 by hand", known) == text % number
+    for mark, told in (
+        ("elsewhere a b", "no study elsewhere, which a page asks for; there are coupling-nano."),
+        ("coupling-nano standard@9 standard", "coupling-nano has no run of standard@9, which a page asks for"),
+    ):
+        with pytest.raises(SystemExit, match=told):
+            build.fill_numbers(f"<!-- nats: {mark} -->9<!-- end -->", known)

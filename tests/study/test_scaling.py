@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from qklab.study.stats import scaling
-from qklab.study.stats.groups import average_groups, estimate_contrast, interaction_p_value
+from qklab.study.stats.groups import average_groups, average_over_tasks, estimate_contrast, interaction_p_value
+from qklab.study.stats.paired import compare_paired
 from qklab.study.stats.scaling import (
     SizeMeasurement,
     estimate_speed_ups,
@@ -50,6 +51,38 @@ def test_interactions_are_found_and_seldom_where_there_are_none(n: int, places: 
 
     assert find_rate(same) < 0.06 + SLACK
     assert find_rate(other) > 0.8
+
+
+@pytest.mark.parametrize("spreads", [[1, 1, 1, 1, 1], [1, 2, 4, 8, 16]])
+def test_a_mean_over_tasks_that_share_their_seeds_is_covered(spreads: list[float]) -> None:
+    chance, covered, independent = np.random.default_rng(5), [], []
+    for _ in range(STUDIES):
+        shared, own, base = chance.standard_normal((1, 3)), chance.standard_normal((5, 3)), chance.random((5, 3))
+        differences = np.array(spreads)[:, None] * (shared + own)  # correlated by 0.5
+        tasks = [
+            {"arm": dict(enumerate(b + d)), "base": dict(enumerate(b))} for b, d in zip(base, differences, strict=True)
+        ]
+        means = average_over_tasks(tasks)
+        found, wrong = compare_paired(means["arm"], means["base"]), average_groups([*differences])
+        assert found.mean == pytest.approx(differences.mean())
+        assert found.low is not None
+        assert found.high is not None
+        covered.append(found.low <= 0 <= found.high)
+        independent.append(wrong.low <= 0 <= wrong.high)
+    assert abs(np.mean(covered) - 0.95) < SLACK
+    assert np.mean(independent) < 0.93
+
+
+def test_a_mean_over_tasks_is_of_seeds_that_every_task_has() -> None:
+    one, other = {"a": {0: 1.0, 1: 2.0}, "b": {0: 3.0, 1: 4.0}}, {"a": {1: 4.0, 2: 0.0}, "b": {1: -math.inf, 2: 0.0}}
+    assert average_over_tasks([one, other]) == {"a": {1: 3.0}, "b": {1: -math.inf}}
+    for tasks, match in (
+        ([], "one task"),
+        ([one, {"a": {0: 1.0}}], "same arms"),
+        ([one, {"a": {5: 1}, "b": {}}], "seed"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            average_over_tasks(tasks)
 
 
 def test_two_places_are_welchs_t_test() -> None:

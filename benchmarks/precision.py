@@ -2,11 +2,8 @@
 
     python benchmarks/precision.py --device cpu --tokens 100352 --test-tokens 32768    # every change, at pico: an hour
     python benchmarks/precision.py --device cpu --size femto --tokens 102400 --test-tokens 32768 --seeds 32
-    # on one H200, under three minutes each
-    python benchmarks/precision.py --size nano --arms affine --changes schedule warm-up --tokens 4000000 \\
-        --test-tokens 262144 --corpus wikipedia --data CORPORA
-    python benchmarks/precision.py --size micro --arms affine --changes schedule --tokens 4000000 \\
-        --test-tokens 262144 --corpus wikipedia --data CORPORA
+    python benchmarks/precision.py --size nano --arms affine --changes own schedule "half the batch" --tokens 5000000 \\
+        --test-tokens 131072 --corpus wikipedia --data CORPORA                         # on one H200, two minutes
 
 Each case trains `--seeds` paired seeds of every arm at one learning rate and reads, of every seed, the loss on the same
 test windows. Of one training come all the averages of its weights (the last ones; their exponential moving average over
@@ -27,9 +24,10 @@ import torch
 from numpy.typing import NDArray
 from scipy import stats as scipy_stats
 
-from measure import keep, provenance
+from measure import RESULTS, keep, provenance
 from qklab.data.prepare import prepare_corpus
-from qklab.data.shards import Corpus
+from qklab.data.shards import MANIFEST, Corpus
+from qklab.data.sources import find_source_path
 from qklab.study.compare import list_arms
 from qklab.study.sizes import SIZES as LADDER
 from qklab.study.sizes import Size
@@ -54,43 +52,59 @@ SIZES = {"femto": Size(SMALL, (5e-3, 1e-2, 2e-2))} | LADDER  # 0.05 M parameters
 Losses = dict[str, NDArray[np.float64]]  # how weights are averaged → [seeds, windows]
 
 
-def linear(warmup: float) -> dict[str, Any]:
-    return {"schedule": {"kind": "wsd", "warmup": warmup, "decay": 1 - warmup, "final": 0.0}}
+OWN = "as compare does"
+Changes = dict[str, dict[str, Any]]  # what a change is called → the settings that make it
 
 
-def list_changes(size: str, tokens: int) -> dict[str, dict[str, dict[str, Any]]]:
-    """Kind of change → what it is called → the settings that make it. All but the schedules decay to zero, linearly."""
-    model = resolve_run(SIZES[size].settings | {"budget": {"tokens": 1}})[0]
-    sequences, context = model.batch.sequences, model.model.context
+def list_changes(size: str, tokens: int) -> dict[str, Changes]:
+    """Kind of change → its changes, each to what `compare` trains at the size."""
+    own = resolve_run(SIZES[size].settings | {"budget": {"tokens": 1}})[0]
+    sequences, context, warmup = own.batch.sequences, own.model.context, own.schedule.warmup
+    schedules = {
+        "cosine to a tenth": {"kind": "cosine", "warmup": warmup, "final": 0.1},
+        "cosine to zero": {"kind": "cosine", "warmup": warmup, "final": 0.0},
+        "linear to zero": {"kind": "wsd", "warmup": warmup, "decay": 1 - warmup, "final": 0.0},
+    }
+    warmups = {
+        f"warm-up {part:g}": {"kind": "wsd", "warmup": part, "decay": 1 - part, "final": 0.0} for part in (0.05, 0.4)
+    }
     return {
-        "schedule": {
-            "cosine to a tenth": {"schedule": {"kind": "cosine", "warmup": 0.2, "final": 0.1}},
-            "cosine to zero": {"schedule": {"kind": "cosine", "warmup": 0.2, "final": 0.0}},
-            "linear to zero": linear(0.2),
-        },
+        "own": {OWN: {}},
+        "schedule": {name: {"schedule": schedule} for name, schedule in schedules.items()},
         "tokens": {
-            f"{word} the tokens": linear(0.2) | {"budget": {"tokens": round(factor * tokens)}}
+            f"{word} the tokens": {"budget": {"tokens": round(factor * tokens)}}
             for word, factor in (("half", 0.5), ("twice", 2.0))
         },
-        "warm-up": {"warm-up 0.05": linear(0.05), "warm-up 0.4": linear(0.4)},
+        "warm-up": {name: {"schedule": schedule} for name, schedule in warmups.items()},
         "batch": {
-            "half the batch": linear(0.2) | {"batch": {"sequences": sequences // 2}},
-            "twice the batch": linear(0.2) | {"batch": {"sequences": 2 * sequences}},
+            "half the batch": {"batch": {"sequences": sequences // 2}},
+            "twice the batch": {"batch": {"sequences": 2 * sequences}},
         },
         "context": {
-            "half the context": linear(0.2)
-            | {"model": {"context": context // 2}, "batch": {"sequences": 2 * sequences}},
-            "twice the context": linear(0.2)
-            | {"model": {"context": 2 * context}, "batch": {"sequences": sequences // 2}},
+            "half the context": {"model": {"context": context // 2}, "batch": {"sequences": 2 * sequences}},
+            "twice the context": {"model": {"context": 2 * context}, "batch": {"sequences": sequences // 2}},
         },
     }
+
+
+def select_changes(named: Sequence[str], kinds: Mapping[str, Changes]) -> Changes:
+    """The changes of these kinds or names."""
+    single = {name: change for changes in kinds.values() for name, change in changes.items()}
+    found: Changes = {}
+    for name in named:
+        found |= kinds[name] if name in kinds else {name: single[name]}
+    return found
 
 
 def make_specs(arm: str, change: Mapping[str, Any], options: argparse.Namespace) -> list[RunSpec]:
     """The seeds of an arm, all of one shape."""
     settings = merge_settings(SIZES[options.size].settings, change)
+    corpus: dict[str, Any] = {"valid": 0.02, "test": 0.03, "limit_bytes": options.limit_bytes}
+    path = find_source_path(options.corpus, options.data)
+    if path is not None and (path / MANIFEST).is_file():  # which has its own tokenizer and splits
+        settings, corpus = {name: own for name, own in settings.items() if name != "corpus"}, {}
     own = {
-        "corpus": {"source": options.corpus, "valid": 0.02, "test": 0.03, "limit_bytes": options.limit_bytes},
+        "corpus": corpus | {"source": options.corpus if path is None else str(path)},
         "optimiser": {"lr": options.lr or SIZES[options.size].lrs[1]},
         "budget": {"tokens": options.tokens} | change.get("budget", {}),
     }
@@ -202,30 +216,34 @@ def describe_case(case: Mapping[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = list_changes("pico", 1)
+    names = [*kinds, *(name for changes in kinds.values() for name in changes)]
     parser.add_argument("--size", choices=SIZES, default="pico")
     parser.add_argument("--corpus", default="stdlib")
     parser.add_argument("--data", type=Path)
     parser.add_argument("--limit-bytes", type=int, default=64_000_000)
     parser.add_argument("--arms", nargs="+", default=["affine", "k=v"])
-    parser.add_argument("--changes", nargs="+", choices=kinds, default=[*kinds])
-    parser.add_argument("--averaged", nargs="*", default=["cosine to a tenth"])
+    parser.add_argument(
+        "--changes", nargs="+", choices=names, default=[*kinds], help="kinds of changes, or single ones"
+    )
+    parser.add_argument("--averaged", nargs="*", default=[OWN], help="the changes whose averages of weights are read")
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=100_000)
     parser.add_argument("--test-tokens", type=int, default=65_536)
     parser.add_argument("--lr", type=float, help="by default the middle one that compare tries")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--name")
     parser.add_argument("--commit", help="where git does not know it")
     options = parser.parse_args()
-    changes = list_changes(options.size, options.tokens)
+    changes = select_changes(options.changes, list_changes(options.size, options.tokens))
     device = "cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu"
     made = provenance(device, options.commit)
     cases: list[dict[str, Any]] = []
-    for name, change in ((name, change) for kind in options.changes for name, change in changes[kind].items()):
+    for name, change in changes.items():
         cases += run_change(name, change, options)
         what = {"size": options.size, "corpus": options.corpus, "tokens": options.tokens, "cases": cases}
-        keep(options.name or f"precision-{options.size}-{device}", what | made)
+        keep(options.name or f"precision-{options.size}-{device}", what | made, options.out)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import torch
 from small_models import byte_llama, byte_tokenizer
 
 from qklab.cli import main
-from qklab.hf.local_tasks import TASKS
+from qklab.data.questions import TASKS
 
 pytestmark = pytest.mark.newest
 ROOT = Path(__file__).parents[2]

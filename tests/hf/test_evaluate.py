@@ -19,10 +19,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from qklab import Decoder, LatentSpec, recipe
 from qklab.cli import main
+from qklab.data.questions import TASKS
 from qklab.data.tokenizer import byte_of_character
 from qklab.hf.evaluate import evaluate, evaluate_folder, hash_weights, load_harness_tasks, make_scorer, silence_harness
 from qklab.hf.export import export_run, wrap_decoder
-from qklab.hf.local_tasks import TASKS
 from qklab.train import load_model, resolve_run, train
 
 Line = dict[str, Any]

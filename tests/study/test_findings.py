@@ -258,6 +258,24 @@ def test_the_answer_says_how_far_the_models_have_come(unigram: float, barely: bo
     assert "as long as planned" not in write_answer(study(), results, Analyses(run_seconds=10.0))
 
 
+def test_benchmarks_stand_in_the_ledger_and_decide_where_they_are_the_metric() -> None:
+    results = [result(arm, 1e-3, seed, 1.0) for arm in ("standard", "k=v", "norm") for seed in range(4)]
+    for one in results:
+        score = 0.5 + 0.01 * one.planned.seed + 0.1 * (one.planned.arm == "k=v")
+        blimp = {"score": score + 0.002 * (one.planned.seed == 3) * (one.planned.arm != "standard"), "chance": 0.5}
+        one.summary["evaluation"]["test"]["benchmarks"] = {"blimp": blimp, "lambada": {"score": 0.0}}
+    text = write_answer(study(lrs=[1e-3], metric="blimp", margin=1.0), results)
+    assert "k=v is better than standard by 10" in text
+    assert "points of 100 (chance 50.0)" in text
+    table = [line.split("  ") for line in text.splitlines() if "±" in line and line.startswith("  ")]
+    assert [[cell.strip() for cell in row if cell] for row in table] == [
+        ["standard", "51.50 ± 0.65", "0.00 ± 0.00"],
+        ["k=v", "61.55 ± 0.68", "0.00 ± 0.00"],
+        ["norm", "51.55 ± 0.68", "0.00 ± 0.00"],
+    ]
+    assert "points of 100  blimp (chance 50.0)      lambada" in text
+
+
 def test_names_in_a_row() -> None:
     assert [join_names(list(names)) for names in ("a", "ab", "abc")] == ["a", "a and b", "a, b and c"]
 

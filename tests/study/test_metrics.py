@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from qklab import register
+from qklab.data.glue import GLUE
+from qklab.data.questions import TASKS
 from qklab.schema import SpecError
 from qklab.study.metrics import Metric, find_metric, list_metrics
 from qklab.study.plan import PlannedRun
@@ -41,14 +43,10 @@ def test_a_registered_metric_is_a_choice_of_a_study_and_is_read_from_its_runs() 
     assert run.value(metric) == 0.75
     assert run.describe(metric) == "0.7500 of the answers right"
     assert RunResult(run.planned, "diverged", {}).value(metric) == -math.inf
-    assert [each.name for each in list_metrics()] == [
-        "loss",
-        "bits_per_byte",
-        "accuracy",
-        "sequence_accuracy",
-        "glue",
-        "share",
-    ]
+    plain = [each.name for each in list_metrics() if each.benchmark is None]
+    assert plain == ["loss", "bits_per_byte", "accuracy", "sequence_accuracy", "share"]
+    scored = {each.name: each.label for each in list_metrics() if each.benchmark is not None}
+    assert scored == {name: name for name in (*TASKS, *GLUE, "glue", "benchmarks")}
     assert metric.describe() == {
         "name": "share",
         "label": "share",
@@ -80,5 +78,5 @@ def test_accuracies_are_percentages_with_their_chance() -> None:
 
 
 def test_a_name_that_nothing_is_registered_under_is_refused_with_a_suggestion() -> None:
-    with pytest.raises(SpecError, match=r"metric.*must be one of 'loss', .*'glue' \(did you mean 'loss'\?\)"):
+    with pytest.raises(SpecError, match=r"metric.*must be one of 'loss', .*'benchmarks' \(did you mean 'loss'\?\)"):
         study(metric="los")

@@ -11,7 +11,7 @@ from qklab.cli.flags import annotate_optional, collect_given, make_optional_flag
 from qklab.data.spec import DataSpec
 from qklab.model.spec import DecoderSpec
 from qklab.optim.spec import LogitControlSpec, OptimiserSpec, ScheduleSpec
-from qklab.train.spec import BatchSpec, BudgetSpec, EvaluationSpec, ExecutionSpec, RunSpec
+from qklab.train.spec import BatchSpec, BenchmarkSpec, BudgetSpec, EvaluationSpec, ExecutionSpec, RunSpec
 
 
 def make_run_flags() -> type:
@@ -33,6 +33,7 @@ def make_run_flags() -> type:
         "schedule": make_optional_flags(ScheduleSpec),
         "budget": make_optional_flags(BudgetSpec),
         "evaluation": make_optional_flags(EvaluationSpec),
+        "benchmarks": make_optional_flags(BenchmarkSpec),
     }
     more = {"attention": attention, "execution": make_optional_flags(ExecutionSpec)}
     extra = [(name, kind, dataclasses.field(default=kind())) for name, kind in more.items()]

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
+from qklab.data.glue import Examples, GlueTask, find_glue_task, read_glue, score_answers, score_constant
 from qklab.data.order import make_permutation
 from qklab.hf.evaluate import hash_weights, load_for_evaluation
-from qklab.hf.glue import Examples, GlueTask, find_glue_task, read_glue, score_answers, score_constant
+from qklab.hf.export import ExportedModel
 from qklab.hf.model import QKLabForCausalLM, QKLabForMaskedLM, QKLabForSequenceClassification
 from qklab.runs.files import write_json
 
@@ -51,13 +52,11 @@ def load_classifier(folder: Path, labels: int, seed: int, device: str = "cpu") -
     its tokenizer."""
     refuse_converted_folder(folder)
     model, tokenizer, _ = load_for_evaluation(folder, device="cpu")
-    torch.manual_seed(seed)
     classifier: Any
     if isinstance(model, QKLabForCausalLM | QKLabForMaskedLM):
-        model.config.num_labels = labels
-        classifier = QKLabForSequenceClassification(model.config)
-        classifier.model.load_state_dict(model.model.state_dict())
+        classifier = make_classifier(model, labels, seed)
     else:
+        torch.manual_seed(seed)
         classifier = AutoModelForSequenceClassification.from_pretrained(
             folder, num_labels=labels, local_files_only=True, use_safetensors=True
         )
@@ -65,6 +64,15 @@ def load_classifier(folder: Path, labels: int, seed: int, device: str = "cpu") -
         tokenizer.pad_token = tokenizer.eos_token
     classifier.config.pad_token_id = tokenizer.pad_token_id
     return classifier.to(device), tokenizer
+
+
+def make_classifier(model: ExportedModel, labels: int, seed: int) -> QKLabForSequenceClassification:
+    """A model of ours with a new head for so many labels; its weights are copies."""
+    torch.manual_seed(seed)
+    model.config.num_labels = labels
+    classifier = QKLabForSequenceClassification(model.config)
+    classifier.model.load_state_dict(model.model.state_dict())
+    return classifier
 
 
 def refuse_converted_folder(folder: Path) -> None:
@@ -148,8 +156,14 @@ def predict(model: nn.Module, examples: EncodedExamples, device: str, batch: int
 def finetune(
     folder: Path, task: GlueTask, data: Mapping[str, Examples], how: FineTuning, device: str = "cpu"
 ) -> dict[str, Any]:
-    """Fine-tune one model; its scores on the held-out examples and on dev."""
+    """Fine-tune the model of a folder; its scores on the held-out examples and on dev."""
     model, tokenizer = load_classifier(folder, max(1, len(task.words)), how.seed, device)
+    return finetune_classifier(model, tokenizer, task, data, how, device)
+
+
+def finetune_classifier(
+    model: Any, tokenizer: Any, task: GlueTask, data: Mapping[str, Examples], how: FineTuning, device: str
+) -> dict[str, Any]:
     room = getattr(model.config, "max_position_embeddings", None) or getattr(tokenizer, "model_max_length", LONGEST)
     encoded = {split: EncodedExamples(own, tokenizer, min(LONGEST, room)) for split, own in data.items()}
     losses = fit_classifier(model, encoded["train"], how, device)
@@ -174,12 +188,7 @@ def finetune_all(
 ) -> dict[str, Any]:
     """Arm → seed → folder of a model: fine-tune each at every learning rate, choose an arm's rate by its mean score on
     the held-out examples, and give the scores on dev at that rate: {"scores": {arm: {seed: …}}, "lrs", "chance"}."""
-    task, examples = find_glue_task(name), read_glue(name, data)
-    if limit is not None:
-        examples = {
-            split: Examples(own.texts[:limit], own.labels[:limit]) if split == "train" else own
-            for split, own in examples.items()
-        }
+    task, examples = find_glue_task(name), read_glue(name, data, limit)
     found: dict[tuple[str, float, int], dict[str, Any]] = {}
     for arm, seeds in models.items():
         for lr in lrs:

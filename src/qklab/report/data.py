@@ -36,7 +36,8 @@ QUANTITIES = {"entropy": MEAN, "sink_mass": MEAN, "largest_logit": LARGEST, "log
 
 def gather_data(paths: Sequence[Path], maps: MapCache | None = None) -> dict[str, Any]:
     """The dictionary behind the page, from study folders and run directories, finished or not."""
-    metrics, groups = list_metrics(), read_groups(paths)
+    groups = read_groups(paths)
+    metrics = [metric for metric in list_metrics() if metric.benchmark is None or is_scored(metric, groups)]
     return {
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "version": qklab.__version__,
@@ -44,6 +45,13 @@ def gather_data(paths: Sequence[Path], maps: MapCache | None = None) -> dict[str
         "groups": [describe_group(group, metrics, maps) for group in groups],
         "across": describe_across(paths, groups),
     }
+
+
+def is_scored(metric: Metric, groups: Sequence[RunGroup]) -> bool:
+    """Whether a study is about it, or a run has been scored on it."""
+    ended = (result.summary.get("evaluation", {}).get("test") for group in groups for result in group.results)
+    asked = any(group.study is not None and group.study.metric == metric.name for group in groups)
+    return asked or any(read_metric(metric, test) is not None for test in ended if test)
 
 
 def describe_group(group: RunGroup, metrics: Sequence[Metric], maps: MapCache | None) -> dict[str, Any]:

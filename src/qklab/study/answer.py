@@ -43,7 +43,8 @@ def write_findings(study: StudySpec, findings: Findings) -> str:
     lines = [f"{findings.headline}.", ""]
     for arm, verdict in findings.verdicts.items():
         lines.append(f"- {verdict.sentence}" + (f" {findings.costs[arm]}" if arm in findings.costs else ""))
-    blocks = ["\n".join(lines).rstrip(), write_table(study, findings), *findings.notes, findings.settling]
+    tables = [write_table(study, findings), write_benchmark_table(findings)]
+    blocks = ["\n".join(lines).rstrip(), *tables, *findings.notes, findings.settling]
     if findings.command:
         blocks.append(f"Run: {findings.command}")
     return "\n\n".join(block for block in blocks if block)
@@ -83,8 +84,24 @@ def write_table(study: StudySpec, findings: Findings) -> str:
                 f"{took['diverged']} of {took['runs']}",
             ]
         )
-    if len(rows) == 1:
+    return "" if len(rows) == 1 else align_rows(rows)
+
+
+def write_benchmark_table(findings: Findings) -> str:
+    """An arm a row: what it scores on each benchmark of its runs, ± the standard error over seeds."""
+    scored = {arm: own for arm, took in findings.ledgers.items() if (own := took.get("benchmarks"))}
+    if not scored:
         return ""
+    first = next(iter(scored.values()))
+    chances = [f" (chance {own['chance']:.1f})" if own["chance"] is not None else "" for own in first.values()]
+    rows = [["points of 100", *(name + chance for name, chance in zip(first, chances, strict=True))]]
+    for arm, own in scored.items():
+        errors = ["" if each["error"] is None else f" ± {each['error']:.2f}" for each in own.values()]
+        rows.append([arm, *(f"{each['mean']:.2f}{error}" for each, error in zip(own.values(), errors, strict=True))])
+    return align_rows(rows)
+
+
+def align_rows(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines: list[str] = []
     for first, *others in rows:

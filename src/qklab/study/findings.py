@@ -10,8 +10,9 @@ from typing import Any
 from qklab.study.learned import describe_learning_state, describe_pace, has_barely_learned
 from qklab.study.metrics import find_metric
 from qklab.study.plan import plan_confirming_runs, plan_tuning_runs, write_number, write_rounded
-from qklab.study.records import LOST, Analyses, RunResult, collect_values, sum_up_ledger
+from qklab.study.records import LOST, Analyses, RunResult, collect_values, sum_up_benchmarks, sum_up_ledger
 from qklab.study.spec import StudySpec
+from qklab.study.stats.groups import average_over_tasks
 from qklab.study.stats.interim import false_alarm_bound
 from qklab.study.stats.paired import find_outlier
 from qklab.study.tuning import ArmTuning, choose_learning_rates, describe_tuning, find_grids
@@ -62,6 +63,8 @@ def derive_findings(
         ledgers={arm: sum_up_ledger(results, corpus, arm, grids[corpus].lrs) for arm in study.arms},
         planned=sum(run.corpus == corpus for run in [*tuning, *plan_confirming_runs(study, lrs)]),
     )
+    for arm, took in findings.ledgers.items():
+        took["benchmarks"] = sum_up_benchmarks(results, corpus, arm, findings.lrs[arm])
     findings.costs = compare_costs(study, findings.ledgers)
     findings.chance = find_chance(study, results, corpus)
     hopeless = [arm for arm in study.arms if findings.lrs[arm] is None and arm not in untuned]
@@ -94,8 +97,7 @@ def average_corpora(study: StudySpec, findings: Sequence[Findings]) -> Findings 
     metric, each = find_metric(study.metric), [own.values for own in findings]
     if len(each) < 2 or not metric.averages or any(own.keys() != set(study.arms) for own in each):
         return None
-    seeds = sorted(set.intersection(*(set(own[study.baseline]) for own in each)))
-    means = {arm: {seed: fmean(own[arm][seed] for own in each) for seed in seeds} for arm in study.arms}
+    means = average_over_tasks([{arm: own[arm] for arm in study.arms} for own in each])
     average = Findings(f"the mean of {len(each)} corpora", study.metric, values=means)
     chances = [own.chance for own in findings if own.chance is not None]
     average.chance = fmean(chances) if len(chances) == len(each) else None

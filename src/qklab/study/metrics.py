@@ -4,10 +4,13 @@ A new metric is a class here or in another package; plans, verdicts, answers and
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from qklab import register
+from qklab.data.glue import GLUE
+from qklab.data.questions import TASKS
 
 
 class Metric:
@@ -15,7 +18,8 @@ class Metric:
 
     label: what it is called, "loss"; unit: of a value, "nats per token"; difference_unit: of a difference, "nats";
     exponential: what exp of it is called where that has a name, "perplexity"; needs_one_tokenizer: whether values
-    compare only between models with one tokenizer; averages: whether a mean over corpora says something.
+    compare only between models with one tokenizer; averages: whether a mean over corpora says something; benchmark:
+    which of a run's benchmarks it is of, in words where it is of several.
     """
 
     name: str = ""
@@ -26,6 +30,7 @@ class Metric:
     exponential: str | None = None
     needs_one_tokenizer: bool = False
     averages: bool = False
+    benchmark: str | None = None
 
     def read(self, evaluation: Mapping[str, Any]) -> float:
         """The value from the evaluation of one split, as a run's summary and its metrics.jsonl hold it; KeyError where
@@ -34,6 +39,10 @@ class Metric:
 
     def read_chance(self, evaluation: Mapping[str, Any]) -> float | None:
         """The value that says nothing has been learned, where there is one."""
+        return None
+
+    def find_lacking(self, benchmarks: Sequence[str]) -> str | None:
+        """What a run would have to be scored on beside these, if anything."""
         return None
 
     @property
@@ -93,15 +102,61 @@ class SequenceAccuracy(Metric):
         return 100 * float(evaluation["sequence_chance"]) if "sequence_chance" in evaluation else None
 
 
-@register.metric("glue")
-class GlueScore(Metric):
-    """What a model fine-tuned on a task of GLUE scores: Matthews, accuracy, F1 or correlations, as GLUE says."""
+class BenchmarkScore(Metric):
+    """What a model scores at the end of its run on one of its benchmarks, or on average."""
 
-    label, unit, difference_unit = "GLUE score", "points of 100", "points"
     lower_is_better, averages = False, True
+    unit, difference_unit = "points of 100", "points"
+
+    @property
+    def label(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.name
+
+    def select(self, names: Iterable[str]) -> list[str]:
+        """Those of a run's benchmarks that it is of."""
+        return [name for name in names if name == self.benchmark]
+
+    def find_lacking(self, benchmarks: Sequence[str]) -> str | None:
+        return None if self.select(benchmarks) else self.benchmark
+
+    def average(self, evaluation: Mapping[str, Any], key: str) -> float:
+        found = evaluation["benchmarks"]
+        if not (names := self.select(found)):
+            raise KeyError(self.name)
+        return 100 * fmean(found[name][key] for name in names)
 
     def read(self, evaluation: Mapping[str, Any]) -> float:
-        return 100 * float(evaluation["glue"])
+        return self.average(evaluation, "score")
+
+    def read_chance(self, evaluation: Mapping[str, Any]) -> float | None:
+        try:
+            return self.average(evaluation, "chance")
+        except KeyError:  # one that has none
+            return None
+
+
+for set_name in (*TASKS, *GLUE):
+    register.metric(set_name)(type(set_name, (BenchmarkScore,), {"benchmark": set_name}))
+
+
+@register.metric("glue")
+class GlueScore(BenchmarkScore):
+    """The mean over the tasks of GLUE on which a model is fine-tuned: of Matthews, accuracy, F1 or correlations."""
+
+    benchmark = "a task of GLUE, such as rte"
+
+    def select(self, names: Iterable[str]) -> list[str]:
+        return [name for name in names if name in GLUE]
+
+
+@register.metric("benchmarks")
+class MeanScore(BenchmarkScore):
+    """The mean over all benchmarks of a run."""
+
+    benchmark = "a name, such as blimp"
+
+    def select(self, names: Iterable[str]) -> list[str]:
+        return list(names)
 
 
 def find_metric(name: str) -> Metric:

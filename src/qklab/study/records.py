@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from qklab.data.spec import DataSpec
@@ -123,6 +124,25 @@ def sum_up_ledger(results: Sequence[RunResult], corpus: str, arm: str, lrs: Sequ
     means = {name: sum(s[name] for s in finished) / len(finished) if finished else None for name in names}
     diverged = sum(r.status == "diverged" for r in own)
     return means | {"learning_rates": list(lrs), "runs": len(own), "diverged": diverged}
+
+
+def sum_up_benchmarks(
+    results: Sequence[RunResult], corpus: str, arm: str, lr: float | None
+) -> dict[str, dict[str, float | None]]:
+    """Benchmark → what an arm scores at its learning rate, in points of 100: the mean over seeds, its standard error
+    where there are several, and chance where that is known."""
+    runs = [r for r in results if (r.planned.corpus, r.planned.arm, r.planned.lr) == (corpus, arm, lr)]
+    own = [r.summary["evaluation"]["test"].get("benchmarks", {}) for r in runs if r.status == "finished"]
+    found: dict[str, dict[str, float | None]] = {}
+    for name in own[0] if own else ():
+        scores = [100 * each[name]["score"] for each in own]
+        chance = own[0][name].get("chance")
+        found[name] = {
+            "mean": fmean(scores),
+            "error": stdev(scores) / math.sqrt(len(scores)) if len(scores) > 1 else None,
+            "chance": None if chance is None else 100 * chance,
+        }
+    return found
 
 
 # study.json

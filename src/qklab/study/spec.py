@@ -214,13 +214,22 @@ class StudySpec(Spec):
                         f"arm {arm}: corpus.valid and corpus.test must be the baseline's; set them in base.",
                         "corpus",
                     )
+                if run.benchmarks != runs[self.baseline].benchmarks:
+                    raise SpecError(f"arm {arm}: benchmarks must be the baseline's; set them in base.", "benchmarks")
                 if run.final_tokens != runs[self.baseline].final_tokens:
                     raise SpecError(
                         f"arm {arm}: evaluation.final_tokens must be the baseline's; set it in base.", "evaluation"
                     )
                 metric = find_metric(self.metric)
+                if (lacking := metric.find_lacking(run.benchmarks.listed)) is not None:
+                    raise SpecError(
+                        f"metric={metric.name!r} is scored at the end of each run: base.benchmarks.names must have "
+                        f"{lacking}.",
+                        "metric",
+                    )
                 if metric.needs_one_tokenizer and (own.tokenizer, own.vocab) != (other.tokenizer, other.vocab):
-                    others = " or ".join(repr(each.name) for each in list_metrics() if not each.needs_one_tokenizer)
+                    free = [each for each in list_metrics() if not each.needs_one_tokenizer and not each.benchmark]
+                    others = " or ".join(repr(each.name) for each in free)
                     raise SpecError(
                         f"arm {arm} has another tokenizer than {self.baseline}, and {metric.unit} compare under one "
                         f"only; set metric={others}.",

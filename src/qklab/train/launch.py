@@ -30,6 +30,7 @@ from qklab.train.progress import Display, format_duration
 from qklab.train.ranks import call_on_first_rank, share_failures
 from qklab.train.recorder import RunRecorder
 from qklab.train.resume import read_begun_run, refuse_other_spec
+from qklab.train.score import Scorer, add_benchmarks, describe_benchmarks, open_scorer
 from qklab.train.signals import StopRequest
 from qklab.train.spec import ExecutionSpec, RunSpec
 from qklab.train.summary import InterruptedEvaluationError, evaluate_splits, summarise_run
@@ -174,12 +175,13 @@ def train_in(
                 continue
         begun.append((spec, directory, old))
     if begun:
+        scorer = open_scorer(begun[0][0], data, machine)
         runs, corpus = open_runs(begun, execution, machine, data, display)
         for run in runs:
             if summary := call_on_first_rank(run.directory.summary):  # only its tokenizer was missing
                 outcomes[run.directory.path] = Outcome(summary["status"], run.directory.path, summary)
         for group in group_by_step([run for run in runs if run.directory.path not in outcomes], together):
-            found = train_group(group, execution, corpus, machine, display)
+            found = train_group(group, execution, corpus, machine, display, scorer)
             outcomes |= {outcome.folder: outcome for outcome in found}
             if any(outcome.status == "interrupted" for outcome in found):
                 break
@@ -188,7 +190,12 @@ def train_in(
 
 
 def train_group(
-    runs: Sequence[OpenRun], execution: ExecutionSpec, corpus: Corpus, machine: Machine, display: Display
+    runs: Sequence[OpenRun],
+    execution: ExecutionSpec,
+    corpus: Corpus,
+    machine: Machine,
+    display: Display,
+    scorer: Scorer | None,
 ) -> list[Outcome]:
     """Train runs that are at one step to their end."""
     specs = [run.spec for run in runs]
@@ -207,7 +214,7 @@ def train_group(
             if run.resumed:
                 append_resumption(recorder, state.step, machine, display)
             members.append(Member(run.spec, state, recorder, run.checkpoints))
-        return complete_runs(Loop(trainer, members, display))
+        return complete_runs(Loop(trainer, members, display), scorer)
 
 
 def append_resumption(recorder: RunRecorder, step: int, machine: Machine, display: Display) -> None:
@@ -240,7 +247,7 @@ def open_recorder(run: OpenRun, execution: ExecutionSpec, machine: Machine, disp
     return RunRecorder(run.directory, Sinks(names, path, path.name, run.spec.to_dict(), display.say))
 
 
-def complete_runs(loop: Loop) -> list[Outcome]:
+def complete_runs(loop: Loop, scorer: Scorer | None) -> list[Outcome]:
     began = time.perf_counter()
     outcomes: dict[str, Outcome] = {}
 
@@ -255,6 +262,8 @@ def complete_runs(loop: Loop) -> list[Outcome]:
                 call_on_first_rank(member.checkpoints.wait)
             if status == "finished":
                 results = evaluate_splits(loop, stop)
+                if scorer is not None:
+                    add_benchmarks(loop, scorer, results, stop)
         except InterruptedEvaluationError:
             status = "interrupted"
         except BaseException:
@@ -300,6 +309,7 @@ def describe_outcome(outcome: Outcome) -> str:
     ]
     for split, result in summary["evaluation"].items():
         lines.append(f"  {split}: {describe_evaluation(result)}{describe_sample(result)}")
+        lines += describe_benchmarks(result)
     return "\n".join(lines)
 
 

@@ -225,7 +225,7 @@ class Loop:
     def measure_time(self, what: str) -> Iterator[None]:
         began = time.perf_counter()
         yield
-        self.spent[what] += time.perf_counter() - began
+        self.spent[what] = self.spent.get(what, 0.0) + time.perf_counter() - began
 
     def flush(self) -> None:
         for member in self.members:

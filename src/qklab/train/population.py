@@ -147,9 +147,13 @@ class PopulationTrainer:
             counts_hits=self.spec.asks != "next token",
         )
 
+    def view_decoder(self, run: int) -> Decoder:
+        """One run's model; its parameters are those that are trained."""
+        return view_member(self.decoder, run)
+
     def take_probe(self, run: int) -> dict[str, Any]:
         """Attention on the probe batch, and what logit control did at the last step."""
-        layers = self.probes[run].measure(view_member(self.decoder, run))
+        layers = self.probes[run].measure(self.view_decoder(run))
         return {"layers": layers} | describe_factors(self.optimiser.factors(run))
 
     def tensors(self, run: int) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from qklab.attention.spec import AttentionSpec
+from qklab.data.glue import GLUE
 from qklab.data.order import PACKINGS
 from qklab.data.spec import DataSpec
 from qklab.data.tasks import Task, parse_task
@@ -77,6 +78,49 @@ class EvaluationSpec(Spec):
     probe_tokens: int = integer_field(256)
 
 
+def benchmark_names(value: Any) -> Any:
+    if value is None:
+        return None
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) and name.strip() for name in names):
+        raise ValueError("must be names, separated by commas")
+    names = [name.strip() for name in names]
+    if len(set(names)) < len(names):
+        raise ValueError("must be different names")
+    return ",".join(names) or None
+
+
+def fine_tuning_rates(value: Any) -> Any:
+    numbers = tuple(value) if isinstance(value, list | tuple) else ()
+    fine = all(isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < 1 for x in numbers)
+    if not numbers or not fine or len(set(numbers)) < len(numbers):
+        raise ValueError("must be a list of different numbers between 0 and 1")
+    return tuple(float(x) for x in numbers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkSpec(Spec):
+    """What a model is scored on at the end of its run, from local files and with the extra `eval`: `names` of sets of
+    questions such as blimp and lambada, scored by lm-evaluation-harness on `questions` of each (by default all), and of
+    tasks of GLUE such as rte, on which it is fine-tuned for `epochs` on `examples` (by default all) at each of `lrs`;
+    the rate is chosen on held-out training examples."""
+
+    names: str = checked_field(benchmark_names, None)
+    questions: int = integer_field(None)
+    lrs: tuple[float, ...] = checked_field(fine_tuning_rates, (1e-5, 3e-5, 1e-4))
+    epochs: int = integer_field(3)
+    examples: int = integer_field(None)
+
+    @property
+    def listed(self) -> list[str]:
+        return self.names.split(",") if self.names else []
+
+    @property
+    def questioned(self) -> list[str]:
+        """Those that are sets of questions."""
+        return [name for name in self.listed if name not in GLUE]
+
+
 def sink_names(value: Any) -> Any:
     for name in [] if value is None else value.split(",") if isinstance(value, str) else [value]:
         if not isinstance(name, str) or name.strip() not in SINKS:
@@ -134,6 +178,7 @@ class RunSpec(Spec):
     schedule: ScheduleSpec = spec_field(ScheduleSpec, ScheduleSpec())
     budget: BudgetSpec = spec_field(BudgetSpec, BudgetSpec())
     evaluation: EvaluationSpec = spec_field(EvaluationSpec, EvaluationSpec())
+    benchmarks: BenchmarkSpec = spec_field(BenchmarkSpec, BenchmarkSpec())
     precision: Literal["auto", "fp32", "bf16"] = choice_field("auto", ("auto", "fp32", "bf16"))
     z_loss: float = number_field(0.0, at_least=0.0)
     max_skips: int = integer_field(10, at_least=0)
@@ -160,6 +205,12 @@ class RunSpec(Spec):
             lambda s: s.model.vocab < count_token_ids(s.corpus),
             lambda s: f"the tokenizer has {count_token_ids(s.corpus)} tokens and the model vocab={s.model.vocab}",
             lambda s: {"model": s.model.replace(vocab=pad_vocab(count_token_ids(s.corpus)))},
+        ),
+        Rule(
+            "benchmarks",
+            lambda s: explain_unscorable(s) is not None,
+            lambda s: explain_unscorable(s) or "",
+            lambda s: {"benchmarks": BenchmarkSpec()},
         ),
         Rule(
             "logit_control",
@@ -230,6 +281,16 @@ def explain_sight(run: RunSpec) -> str | None:
         return "asks for tokens that come later, which a causal model cannot see: attention.causal must be False"
     if run.task.shows_answers and not run.model.causal:
         return "has its answers follow, which a model must not see: attention.causal must be True"
+    return None
+
+
+def explain_unscorable(run: RunSpec) -> str | None:
+    """Why a model cannot be scored on its benchmarks."""
+    if run.benchmarks.listed and run.task is not None:
+        return f"benchmarks are of text, and {run.corpus.source} has none"
+    if run.benchmarks.questioned and not run.model.causal:
+        asked = ", ".join(run.benchmarks.questioned)
+        return f"{asked} ask how likely a text is, which only a causal model says; GLUE's tasks take any"
     return None
 
 

@@ -168,9 +168,13 @@ class Trainer:
         release_gathered(self.objective)
         return result
 
+    def view_decoder(self, run: int) -> Decoder:
+        """The model, whole."""
+        return gather_decoder(self.decoder) if self.sharded else self.decoder
+
     def take_probe(self, run: int) -> dict[str, Any]:
         """Attention on the probe batch, and what logit control did at the last step."""
-        layers = self.probe.measure(gather_decoder(self.decoder) if self.sharded else self.decoder)
+        layers = self.probe.measure(self.view_decoder(run))
         return {"layers": layers} | describe_factors(self.optimiser.factors())
 
     @property

@@ -14,6 +14,19 @@ export function ledgerTable() {
     raw: took(key),
     small,
   });
+  const scored = [...new Set(arms.flatMap((arm) => Object.keys(arm.ledger?.benchmarks ?? {})))];
+  const benchmark = (name) => {
+    const own = (arm) => arm.ledger?.benchmarks?.[name];
+    const text = (arm) => (own(arm) ? fixed(own(arm).mean, 2) : "–");
+    const small = (arm) =>
+      own(arm)
+        ? [
+          isNumber(own(arm).error) ? `± ${fixed(own(arm).error, 2)}` : "one seed",
+          isNumber(own(arm).chance) ? `chance ${fixed(own(arm).chance, 1)}` : "",
+        ].filter(Boolean).join(", ")
+        : null;
+    return { name, csv: `benchmark_${name}`, text, raw: (arm) => own(arm)?.mean, small };
+  };
   const rate = { name: "learning rate", csv: "learning_rate", raw: (arm) => arm.lr };
   const columns = [
     { name: "arm", text: (arm) => arm.name, isHead: true },
@@ -40,10 +53,15 @@ export function ledgerTable() {
     column("tokens per second", "tokens_per_second", grouped),
     column("peak memory", "peak_memory_bytes", bytes),
     column("cache per token", "cache_bytes_per_token", bytes),
+    ...scored.map(benchmark),
   ];
   const rates = lrs.map((lr) => digits(lr)).join(", ");
   const beside = study ? ` Small: against ${study.baseline}. Learning rates tried by every arm: ${rates}.` : "";
-  const lead = `What each arm got and took, mean over its runs.${beside} Times hold for the machine and its load.`;
+  const asked = scored.length
+    ? ` ${scored.join(", ")}: points of 100 at the chosen learning rate, ± the standard error over seeds.`
+    : "";
+  const lead =
+    `What each arm got and took, mean over its runs.${beside} Times hold for the machine and its load.${asked}`;
   return makeTable("ledger", columns, arms, { lead });
 }
 

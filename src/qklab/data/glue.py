@@ -85,8 +85,9 @@ def find_glue_task(name: str) -> GlueTask:
     return GLUE[name]
 
 
-def read_glue(name: str, data: Path | None) -> dict[str, Examples]:
-    """The splits train, valid (a tenth of GLUE's train) and test (GLUE's dev) of a task."""
+def read_glue(name: str, data: Path | None, limit: int | None = None) -> dict[str, Examples]:
+    """The splits train (its first `limit` examples), valid (a tenth of GLUE's train) and test (GLUE's dev) of a
+    task."""
     task = find_glue_task(name)
     if data is None:
         raise ValueError(f"{name} is read from files: say with --data which folder holds glue/{task.folder}/train.tsv.")
@@ -96,7 +97,7 @@ def read_glue(name: str, data: Path | None) -> dict[str, Examples]:
     order = make_permutation(len(train.texts), 0, 5)
     held = max(1, round(HELD_OUT * len(order)))
     return {
-        "train": take_examples(train, np.sort(order[held:])),
+        "train": take_examples(train, np.sort(order[held:])[:limit]),
         "valid": take_examples(train, np.sort(order[:held])),
         "test": read_examples(task, folder / "dev.tsv"),
     }

@@ -1,0 +1,188 @@
+"""Benchmarks at the end of a run: the scores are those of qklab eval and of fine-tuning, alone and in a population."""
+
+import json
+import os
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_finetune import write_task
+
+from qklab import register
+from qklab.data.glue import find_glue_task, read_glue
+from qklab.hf.evaluate import evaluate_folder
+from qklab.hf.finetune import FineTuning, finetune
+from qklab.runs.directory import RunDirectory, RunError
+from qklab.schema import SpecError
+from qklab.study.execute import Study
+from qklab.study.metrics import find_metric
+from qklab.study.spec import StudySpec
+from qklab.train.launch import train_population
+from qklab.train.progress import Display
+from qklab.train.settings import resolve_run
+
+WORDS = ["a", "the", "cat", "dog", "sat", "ran", "on", "in", "big", "red"]
+
+
+@pytest.fixture(autouse=True)
+def _no_survey_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda storage: None)
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Sets of questions two folders down, GLUE beside them, and a corpus."""
+    monkeypatch.setenv("QKLAB_CACHE", str(tmp_path / "cache"))
+    rng, folder = random.Random(0), tmp_path / "data"
+
+    def write(name: str, make: Callable[[int], dict[str, Any]]) -> None:
+        path = folder / "evals" / f"{name}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(make(i)) + "\n" for i in range(10)))
+
+    def say(count: int) -> str:
+        return " ".join(rng.choices(WORDS, k=count))
+
+    for name in ("one", "two"):
+        write(f"blimp/{name}", lambda _: {"sentence_good": say(3), "sentence_bad": say(3)})
+    write("foundry/lambada_openai", lambda _: {"context": say(3), "continuation": say(1)})
+    write("foundry/mine", lambda i: {"query": say(2), "choices": [say(1) for _ in range(2 + i % 2)], "gold": 0})
+    (folder / "text.txt").write_text("\n<|endoftext|>\n".join(say(30) for _ in range(60)))
+    return write_task(folder, "rte", 12)
+
+
+def settings(data: Path, names: str | None, **changes: Any) -> dict[str, Any]:
+    return {
+        "corpus": {"source": str(data / "text.txt"), "tokenizer": "bytes", "valid": 0.2, "test": 0.2},
+        "model": {"layers": 1, "width": 16, "context": 32},
+        "attention": {"heads": 2},
+        "batch": {"sequences": 2},
+        "budget": {"tokens": 192},
+        "evaluation": {"times": 1, "tokens": 64, "probes": 0},
+        "benchmarks": {"names": names, "questions": 8, "lrs": [1e-3, 1e-2], "epochs": 1, "examples": 6},
+    } | changes
+
+
+def train_runs(data: Path, names: str, folders: list[Path]) -> list[Any]:
+    spec, execution = resolve_run(settings(data, names) | {"execution": {"device": "cpu", "threads": 1}})
+    return train_population([spec.replace(seed=seed) for seed in range(len(folders))], folders, execution, data=data)
+
+
+def test_scores_are_those_of_eval_and_of_finetune_for_every_member(data: Path, tmp_path: Path) -> None:
+    folders = [tmp_path / "runs" / str(seed) for seed in range(2)]
+    for seed, outcome in enumerate(train_runs(data, "blimp, lambada,mine,rte", folders)):
+        assert outcome.summary is not None
+        found = outcome.summary["evaluation"]["test"]["benchmarks"]
+        names = ["local-blimp", "local-lambada", "local-mine"]
+        rows = evaluate_folder(folders[seed], names, data=data, limit=8, device="cpu")["rows"]
+        expected = {row["task"]: row["value"] for row in rows if row["metric"] == "acc" and "group" not in row}
+        assert {f"local-{name}": own["score"] for name, own in found.items() if name != "rte"} == expected
+        assert found["lambada"]["perplexity"] == pytest.approx(
+            next(row["value"] for row in rows if row["metric"] == "perplexity"), rel=1e-4
+        )
+        chances = {name: own.get("chance") for name, own in found.items()}
+        assert (chances["blimp"], chances["lambada"]) == (0.5, None)
+        assert chances["mine"] == pytest.approx((4 / 2 + 4 / 3) / 8)
+        task, examples = find_glue_task("rte"), read_glue("rte", data, 6)
+        tried = {lr: finetune(folders[seed], task, examples, FineTuning(lr, seed, 1))["scores"] for lr in (1e-3, 1e-2)}
+        best = max(tried, key=lambda lr: tried[lr]["valid"]["glue"])
+        assert (found["rte"]["lr"], found["rte"]["score"]) == (best, tried[best]["test"]["glue"])
+        evaluation = outcome.summary["evaluation"]["test"]
+        assert find_metric("blimp").read(evaluation) == 100 * found["blimp"]["score"]
+        assert (
+            find_metric("glue").read(evaluation) == find_metric("rte").read(evaluation) == 100 * found["rte"]["score"]
+        )
+        scores = [own["score"] for own in found.values()]
+        assert find_metric("benchmarks").read(evaluation) == pytest.approx(100 * sum(scores) / 4)
+        assert find_metric("blimp").read_chance(evaluation) == 50.0
+        assert find_metric("benchmarks").read_chance(evaluation) is None  # lambada has none
+        with pytest.raises(KeyError):
+            find_metric("piqa").read(evaluation)
+
+
+def test_a_run_stopped_between_benchmarks_ends_with_the_same(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scored: list[int] = []
+
+    class Stopping:
+        def __init__(self, spec: Any, data: Path | None): ...
+
+        def score(self, decoder: Any, tokenizer: Any, seed: int) -> dict[str, Any]:
+            scored.append(seed)
+            if len(scored) == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return {"blimp": {"score": sum(p.detach().double().sum().item() for p in decoder.parameters())}}
+
+    monkeypatch.setitem(register.scorer.entries, "benchmarks", Stopping)
+    folders = [tmp_path / "runs" / str(seed) for seed in range(2)]
+    assert [outcome.status for outcome in train_runs(data, "blimp", folders)] == ["interrupted"] * 2
+    assert not any(RunDirectory(folder).summary() for folder in folders)
+    outcomes = train_runs(data, "blimp", folders)
+    assert ([outcome.status for outcome in outcomes], scored) == (["finished"] * 2, [0, 0, 1])
+    others = train_runs(data, "blimp", [tmp_path / "undisturbed" / str(seed) for seed in range(2)])
+    for one, other in zip(outcomes, others, strict=True):
+        assert one.summary["evaluation"] == other.summary["evaluation"]
+
+
+def test_what_is_missing_is_told_before_anything_is_trained(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(names: str, folder: Path | None, match: str) -> None:
+        spec, execution = resolve_run(settings(data, names) | {"execution": {"device": "cpu"}})
+        with pytest.raises(ValueError, match=match):
+            train_population([spec], [tmp_path / "run"], execution, data=folder)
+        assert not (tmp_path / "run/run.json").exists()
+
+    monkeypatch.delenv("QKLAB_DATA", raising=False)
+    refuse("blimp", None, "blimp are read from a folder, but none was named: say with --data or QKLAB_DATA which")
+    refuse("blimp", tmp_path / "none", "/none is none")
+    refuse("blimp,piqa", data, r"piqa reads piqa\.jsonl, but it is neither in")
+    refuse("cola", data, r"CoLA/train\.tsv cannot be read")
+    refuse("blmp", data, r"is no known task .*did you mean 'local-blimp'")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    refuse("blimp", data, r"evaluation needs lm_eval, .* pip install 'qklab\[eval\]'")
+
+    def no_transformers() -> None:
+        raise ImportError("qklab.hf needs Transformers 5.17 or newer")
+
+    monkeypatch.setattr(register.scorer, "entries", {})
+    monkeypatch.setattr(register.scorer, "_import_homes", no_transformers)
+    refuse("blimp", data, "benchmarks cannot be scored: qklab.hf needs Transformers")
+
+
+def make_study(data: Path, metric: str, names: str | None, **changes: Any) -> StudySpec:
+    arms = {"standard": {}, "k=v": {"attention": {"share": "k=v"}} | changes.pop("own", {})}
+    base = settings(data, names, corpus={"tokenizer": "bytes", "valid": 0.2, "test": 0.2})
+    values = {"baseline": "standard", "arms": arms, "base": base, "metric": metric, "seeds": 1}
+    return StudySpec.from_dict(values | {"corpora": [str(data / "text.txt")]} | changes)
+
+
+def test_a_study_says_what_it_is_compared_on_and_what_is_missing(data: Path, tmp_path: Path) -> None:
+    make_study(data, "blimp", "lambada,blimp").refuse_illegal()
+    for metric, names, match in (
+        (
+            "blimp",
+            "lambada",
+            r"metric='blimp' is scored at the end of each run: base\.benchmarks\.names must have blimp",
+        ),
+        ("glue", "blimp", "must have a task of GLUE, such as rte"),
+        ("benchmarks", None, "must have a name, such as blimp"),
+    ):
+        with pytest.raises(SpecError, match=match):
+            make_study(data, metric, names).refuse_illegal()
+    with pytest.raises(SpecError, match=r"arm k=v: benchmarks must be the baseline's"):
+        make_study(data, "blimp", "blimp", own={"benchmarks": {"questions": 3}}).refuse_illegal()
+    plain = settings(data, "blimp", corpus={}, model={"layers": 1, "width": 16})
+    with pytest.raises(SpecError, match="a causal model says"):
+        make_study(data, "blimp", "blimp", base=plain | {"attention": {"causal": False}}).refuse_illegal()
+    with pytest.raises(SpecError, match="benchmarks are of text, and task:copy has none"):
+        make_study(data, "blimp", "blimp", base=plain, corpora=["task:copy"]).refuse_illegal()
+    with (
+        Study(make_study(data, "piqa", "piqa"), tmp_path / "study", data=data).open() as study,
+        pytest.raises((RunError, ValueError), match=r"piqa reads piqa\.jsonl"),
+    ):
+        study.prepare_corpora(Display())

@@ -208,6 +208,25 @@ class Rows:
         pairs = [(k[self.key_head(h, k)], v[self.key_head(h, v)]) for *_, (_, k, v) in self.stages]
         return float(np.mean([cosine(k, v) for k, v in pairs]))
 
+    def query_value_cosine(self, h: int) -> float:
+        if self.spec.latent is not None:
+            tokens = [token for row in self.rows for token in row]
+            return float(np.mean([cosine(t.q[h][: self.spec.head_width], t.v[h]) for t in tokens]))
+        return float(np.mean([cosine(q[h], v[self.key_head(h, v)]) for *_, (q, _, v) in self.stages]))
+
+    def key_value_alignment(self, h: int) -> float:
+        """From the tokens' similarities to each other, K Kᵀ and V Vᵀ, instead of their features' (Kornblith et al.)."""
+        if self.spec.latent is not None:
+            width = self.spec.head_width
+            pairs = [([k[:width] for k in t.k], t.v) for row in self.rows for t in row]
+        else:
+            pairs = [(k, v) for *_, (_, k, v) in self.stages]
+        pairs = [(np.concatenate(k), np.concatenate(v)) for k, v in pairs]
+        keys, values = (np.stack(side) for side in zip(*pairs, strict=True))
+        centre = np.eye(len(keys)) - 1 / len(keys)
+        first, second = (centre @ side @ side.T @ centre for side in (keys, values))
+        return float((first * second).sum() / math.sqrt((first * first).sum() * (second * second).sum()))
+
     def query_shift(self, h: int) -> float:
         return relative([(old[0][h], new[0][h]) for old, new, _ in self.stages]) if self.spec.coupling else math.nan
 
@@ -239,7 +258,7 @@ def test_quantities_are_their_formulas(name: str, packed: bool) -> None:
         for quantity in QUANTITIES:
             expected = [getattr(naive, quantity)(h) for h in range(SPECS[name].query_heads)]
             close(found[quantity][layer], expected, 1e-7)
-    assert len(QUANTITIES) == 9
+    assert len(QUANTITIES) == 11
 
 
 def norm_of(model: Decoder, head: int, *weights: str) -> float:

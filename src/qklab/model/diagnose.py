@@ -241,7 +241,8 @@ def from_scores(
 
 
 def from_vectors(attention: Attention, stages: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Angles between q, k and v of one token, and how far coupling moved q and k: [H] each."""
+    """Angles between q, k and v of one token, how alike a layer's k and v are up to a turn, and how far coupling moved q
+    and k: [H] each."""
     q, k, v = stages["normalise"]
     k, v = (repeat_for_queries(raise_precision(u), q) for u in attention.mix.keys_and_values(KeyValue(k, v)))
     q = raise_precision(q)
@@ -249,12 +250,22 @@ def from_vectors(attention: Attention, stages: Mapping[str, Any]) -> dict[str, T
     if attention.couple is not None:
         before, after = stages["project"][:2], stages["couple"][:2]
         moved = [shift(raise_precision(old), raise_precision(new)) for old, new in zip(before, after, strict=True)]
+    beside_q, beside_k = q[..., : v.shape[-1]], k[..., : v.shape[-1]]  # a latent's rotated part has no value beside it
     return {
         "query_key_cosine": F.cosine_similarity(q, k, -1).mean((0, 1)),
-        "key_value_cosine": F.cosine_similarity(k[..., : v.shape[-1]], v, -1).mean((0, 1)),
+        "key_value_cosine": F.cosine_similarity(beside_k, v, -1).mean((0, 1)),
+        "query_value_cosine": F.cosine_similarity(beside_q, v, -1).mean((0, 1)),
+        "key_value_alignment": linear_cka(*(u.flatten(2).flatten(0, 1) for u in (beside_k, v))).expand(q.shape[2]),
         "query_shift": moved[0],
         "key_shift": moved[1].repeat_interleave(len(moved[0]) // len(moved[1])),
     }
+
+
+def linear_cka(x: Tensor, y: Tensor) -> Tensor:
+    """Centred kernel alignment of the tokens' vectors x [tokens, n] and y [tokens, m] (Kornblith et al., 2019): from 0 to
+    1, where one is the other but for a rotation and a scale."""
+    x, y = x - x.mean(0), y - y.mean(0)
+    return (x.mT @ y).square().sum() / ((x.mT @ x).norm() * (y.mT @ y).norm())
 
 
 def shift(old: Tensor, new: Tensor) -> Tensor:

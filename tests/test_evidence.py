@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import shutil
+import sys
 from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
@@ -10,16 +11,21 @@ from types import ModuleType
 
 import pytest
 
+from qklab.study.plan import PlannedRun
+from qklab.study.spec import read_study
+
 ROOT = Path(__file__).parents[1]
 
 
 def load_build(evidence: Path) -> ModuleType:
-    """evidence/build.py of a folder."""
+    """evidence/build.py of a folder; what it imports is the project's own."""
+    sys.path.insert(0, str(ROOT / "evidence"))
     found = importlib.util.spec_from_file_location("evidence_build", evidence / "build.py")
     assert found is not None
     assert found.loader is not None
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
+    sys.path.remove(str(ROOT / "evidence"))
     return module
 
 
@@ -67,27 +73,67 @@ def test_a_changed_record_changes_its_tables_and_a_lost_one_is_not_made_up(copie
     assert ("q=k nano" in page, "q=k=v nano" in page) == (False, True)
 
 
-def test_a_published_difference_in_points_stands_beside_the_mean_over_tasks(copied: Path) -> None:
-    build = load_build(copied)
-    spec = build.read_study(copied / "b8-tasks/study.toml")
+def write_task_records(folder: Path, widths: int, lost: dict[str, float]) -> None:
+    """Runs of a B8 study whose arms lose so many shares of the answers on every task, and do best at 1e-3."""
+    spec = read_study(folder / "study.toml")
     costs = dict.fromkeys(("training_flops", "tokens", "seconds", "tokens_per_second"), 1.0)
-    costs |= {"peak_memory_bytes": 1, "cache_bytes_per_token": 1, "parameters": 1}
-    lost = {"standard": 0.0, "q=k": 0.001, "q=k 2-D": -0.02, "k=v": 0.03, "q=k=v": 0.07, "q=k=v 2-D": 0.0}
+    costs |= {"peak_memory_bytes": 1, "cache_bytes_per_token": 1, "parameters": 24 * widths**2}
     lines = []
-    for k, (corpus, arm, lr, seed) in enumerate(build.product(spec.corpora, lost, spec.lrs, range(5))):
+    for k, (corpus, arm, lr, seed) in enumerate(product(spec.corpora, lost, spec.lrs, range(5))):
         right = 0.8 + 0.03 * spec.corpora.index(corpus) - lost[arm] + 1e-4 * (k * k % 7)
         score = {"loss": 1.0 + (lr != 1e-3), "accuracy": right, "chance": 0.1}
         summary = {"status": "finished", "evaluation": {"valid": score, "test": score}, **costs}
-        lines.append(json.dumps({"place": str(build.PlannedRun(corpus, arm, lr, seed).path), "summary": summary}))
-    (copied / "b8-tasks/records.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    files = build.build()
-    assert "q=k=v 2×64: −7.0 points (" in files[copied.parent / "docs/evidence.md"]
-    assert "| the mean of 5 corpora: % of the answers right (chance 10.0) |" in files[copied / "b8-tasks/README.md"]
-    claims = {claim["id"]: claim for claim in json.loads(files[copied / "results.json"])["claims"]}
-    so_far = {figure["arm"]: figure["so_far"] for figure in claims["B8"]["figures"]}
+        lines.append(json.dumps({"place": str(PlannedRun(corpus, arm, lr, seed).path), "summary": summary}))
+    (folder / "records.jsonl").write_text("\n".join(lines), encoding="utf-8")
+
+
+def test_a_published_difference_in_points_stands_beside_the_mean_over_tasks(copied: Path) -> None:
+    build = load_build(copied)
+    lost = {"standard": 0.0, "q=k": 0.001, "q=k 2-D": -0.02, "k=v": 0.03, "q=k=v": 0.07, "q=k=v 2-D": 0.0}
     words = ["reproduced", "reproduced", "refuted", "smaller than published", "refuted"]
-    assert so_far == dict(zip([*lost][1:], words, strict=True))
-    assert {figure["word"] for figure in claims["B8"]["figures"]} == {"open"}  # of one size
+    for widths in ([64], [32, 64, 256]):
+        for width in widths:
+            write_task_records(copied / f"b8-2x{width}", width, lost)
+        files = build.build()
+        claims = {claim["id"]: claim for claim in json.loads(files[copied / "results.json"])["claims"]}
+        figures = claims["B8"]["figures"]
+        assert [figure["so_far"] for figure in figures] == words
+        # the word is that of one size only where there are three of them
+        assert [figure["word"] for figure in figures] == (words if len(widths) == 3 else ["open"] * 5)
+    assert "2×64: −7.0 points (" in files[copied.parent / "docs/evidence.md"]
+    assert "| the mean of 5 corpora: % of the answers right (chance 10.0) |" in files[copied / "b8-2x64/README.md"]
+    records = copied / "b8-2x32/records.jsonl"  # now k=v's best rate is the last that was tried
+    edge = records.read_text(encoding="utf-8").splitlines()
+    worse = [line.replace('"loss": 1.0', '"loss": 3.0') if "/k=v/lr0.001-" in line else line for line in edge]
+    lower = [line.replace('"loss": 2.0', '"loss": 0.5') if "/k=v/lr0.0003-" in line else line for line in worse]
+    records.write_text("\n".join(lower), encoding="utf-8")
+    claims = {claim["id"]: claim for claim in json.loads(build.build()[copied / "results.json"])["claims"]}
+    assert {figure["arm"]: figure["word"] for figure in claims["B8"]["figures"]}["k=v"] == "open"
+
+
+def test_a_published_value_of_a_probe_stands_beside_what_runs_recorded(copied: Path) -> None:
+    build = load_build(copied)
+    records = copied / "coupling-nano/records.jsonl"
+    lines = [json.loads(line) for line in records.read_text(encoding="utf-8").splitlines()]
+    for line in (line for line in lines if line["probes"]):
+        seed, arm = int(line["place"].rpartition("-seed")[2]), line["place"].split("/")[1]
+        layers = line["probes"][-1]["layers"]
+        layers["key_value_cosine"] = [0.7 + 0.01 * seed, 0.72 + 0.01 * seed]
+        layers["entropy"] = [9.0, 2.0 + 0.5 * (arm == "leapfrog") + 0.01 * seed * (arm == "leapfrog"), 9.0]
+    records.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    claims = {claim["id"]: claim for claim in json.loads(build.build()[copied / "results.json"])["claims"]}
+    nano = {
+        figure["probe"]: own
+        for figure in claims["B7"]["figures"]
+        for own in figure["measured"][::-1]
+        if own["size"] == "nano"
+    }
+    assert nano["key_value_cosine"]["effect"][0] == pytest.approx(0.73)
+    low, high = nano["key_value_cosine"]["effect"][1:]
+    assert (0.73 - low, high - 0.73) == (pytest.approx(2.776445 * 0.0158114 / 5**0.5, abs=1e-4),) * 2
+    entropy = claims["A8"]["figures"][0]
+    assert (entropy["arm"], entropy["measured"][0]["effect"][0]) == ("leapfrog", pytest.approx(0.52))
+    assert entropy["so_far"].startswith("seen")
 
 
 def test_a_number_in_a_sentence_is_the_records_whatever_stood_there() -> None:

@@ -17,7 +17,8 @@ CURVES = (("standard", "0.012"), ("leapfrog", "0.012"), ("affine", "0.006"), ("u
 def claimed_changes(evidence: Results, source: str, title: str) -> "Figure":
     """Change of perplexity of every arm that a source's claims are about: intervals by size, the published value as a
     diamond."""
-    figures = [figure for claim in evidence["claims"] if claim["id"][0] == source for figure in claim["figures"]]
+    own = [figure for claim in evidence["claims"] if claim["id"][0] == source for figure in claim["figures"]]
+    figures = [figure for figure in own if figure["kind"] == "percent"]
     rows = [(figure, own) for figure in figures for own in figure["measured"]]
     height = 96 + 24 * len(rows)
     note = "95 % intervals over paired seeds, each arm at its own best learning rate; diamonds: published"
@@ -30,11 +31,11 @@ def claimed_changes(evidence: Results, source: str, title: str) -> "Figure":
         against = "" if claim["baseline"] == "standard" else f" against {claim['baseline']}"
         names.append(f"{claim['arm']}{against} · {own['size']}")
         axes.plot(claim["published"], y, "D", color=STROKE["q"], markersize=6, markerfacecolor=GROUND)
-        middle, low, high = own["percent"]
-        if middle is None:
+        if own["effect"] is None:
             told = f"{own['diverged']} seeds diverged at every rate"
             axes.annotate(told, (claim["published"], y), (9, 0), textcoords="offset points", va="center", color=LINE)
             continue
+        middle, low, high = own["effect"]
         axes.plot([low, high], [y, y], color=STROKE["k"], linewidth=2.2, solid_capstyle="round")
         axes.plot(middle, y, "o", color=STROKE["k"], markersize=6)
     axes.set_yticks(range(len(rows)), names)

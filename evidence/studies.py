@@ -1,0 +1,184 @@
+"""A study of the evidence as far as it has been run: from its records to numbers."""
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from qklab.study.claims import MeasuredEffect
+from qklab.study.findings import Findings, average_corpora, derive_findings
+from qklab.study.metrics import find_metric
+from qklab.study.plan import PlannedRun, write_number
+from qklab.study.records import RunResult
+from qklab.study.spec import read_study
+from qklab.study.stats.paired import separate_diverged
+from qklab.study.verdict import Verdict
+
+Values = dict[tuple[str, float], dict[int, float]]  # (arm, learning rate) → seed → a number
+Read = Callable[[RunResult], float]
+SOLVED = 99.5  # per cent of the answers right: then every learning rate that gets there is as good
+
+
+class Evidence:
+    """A study as far as it has been run."""
+
+    def __init__(self, folder: Path):
+        self.name, self.folder, self.spec = folder.name, folder, read_study(folder / "study.toml")
+        model = self.spec.base["model"]
+        self.size = f"{model['layers']}×{model['width']}" if "width" in model else str(model["recipe"])
+        lines = (folder / "records.jsonl").read_text(encoding="utf-8").splitlines()
+        self.records = {record["place"]: record for record in map(json.loads, lines)}
+        self.results = list(self.read_results())
+        self.runs = len(self.results)
+        self.found: dict[str, Findings] = {}
+        counts = {result.planned.arm: int(result.summary["parameters"]) for result in self.results}
+        self.parameters = {arm: counts[arm] for arm in self.spec.arms if arm in counts}
+
+    def read_results(self) -> Iterator[RunResult]:
+        planned = {
+            str(run.path): run
+            for corpus, arm, lr in product(self.spec.corpora, self.spec.arms, self.spec.widest_grid)
+            for run in (PlannedRun(corpus, arm, lr, seed) for seed in range(self.spec.seeds))
+        }
+        for place, record in self.records.items():
+            yield RunResult(planned[place], record["summary"]["status"], record["summary"])
+
+    def find(self, corpus: str) -> Findings:
+        if corpus not in self.found:
+            self.found[corpus] = derive_findings(self.spec, self.results, corpus)
+        return self.found[corpus]
+
+    def collect(self, corpus: str, read: Read | None = None) -> Values:
+        """The metric on test text, or what `read` takes from a run that has it."""
+        metric, found = find_metric(self.spec.metric), Values()
+        for result in self.results:
+            run = result.planned
+            value = result.value(metric) if read is None else read(result)
+            if run.corpus == corpus and not math.isnan(value):
+                found.setdefault((run.arm, run.lr), {})[run.seed] = value
+        return found
+
+    def read_probe(self, name: str, layer: int | None = None) -> Read:
+        """What the last probe of a run says of a layer, or of all layers on average."""
+
+        def read(result: RunResult) -> float:
+            probes = self.records[str(result.planned.path)]["probes"]
+            layers = probes[-1]["layers"].get(name, []) if probes else []
+            numbers = [value for value in (layers if layer is None else layers[layer:][:1]) if value is not None]
+            return fmean(numbers) if numbers else math.nan
+
+        return read
+
+    def select(self, place: str) -> dict[int, float]:
+        """Seed → the metric of an arm, "leapfrog@3e-3" or, at its own best rate, "leapfrog"."""
+        arm, _, rate = place.partition("@")
+        corpus = self.spec.corpora[0]
+        lr = float(rate) if rate else self.find(corpus).lrs.get(arm)
+        found = self.collect(corpus).get((arm, lr or 0.0))
+        if found is None:
+            sys.exit(f"{self.name} has no run of {place}, which a page asks for; correct the mark or keep the record.")
+        return found
+
+    def measure(self, arm: str, baseline: str | None, read: Read | None = None) -> list[MeasuredEffect]:
+        """Paired differences on every corpus, without a baseline the arm's own values: at the rates chosen for each
+        arm, and at each rate that both finished."""
+        effects = []
+        for corpus in self.spec.corpora:
+            values, findings = self.collect(corpus, read), self.find(corpus)
+            if not {arm, baseline or arm} <= self.parameters.keys() or findings.lrs[baseline or arm] is None:
+                continue
+            pairs: dict[float | None, tuple[dict[int, float], dict[int, float]]] = {
+                lr: (values.get((arm, lr), {}), values.get((baseline or arm, lr), {})) for lr in findings.grid
+            }
+            own = findings.lrs[arm]
+            pairs[None] = (
+                dict.fromkeys(range(self.spec.seeds), math.inf) if own is None else values.get((arm, own), {}),
+                values.get((baseline or arm, findings.lrs[baseline or arm] or 0.0), {}),
+            )
+            for lr, (ours, theirs) in pairs.items():
+                seeds = sorted(ours.keys() & theirs.keys())
+                differences = [ours[seed] - (0.0 if baseline is None else theirs[seed]) for seed in seeds]
+                finite = [value for value in differences if math.isfinite(value)]
+                if len(finite) == len(differences) > 1 or (lr is None and differences):
+                    diverged = len(differences) - len(finite)
+                    count = self.parameters[baseline or arm]
+                    effects.append(MeasuredEffect(self.size, count, finite, corpus, lr, diverged))
+        return effects
+
+    def average(self) -> Findings | None:
+        """What is found on the mean over its tasks."""
+        return average_corpora(self.spec, [self.find(corpus) for corpus in self.spec.corpora])
+
+    def measure_mean(self, arm: str) -> list[MeasuredEffect]:
+        """Paired differences of the mean over tasks, as shares of 1."""
+        average, baseline = self.average(), self.spec.baseline
+        if average is None:
+            return []
+        pairs = separate_diverged(average.values[arm], average.values[baseline])
+        differences = [(pairs.arm[seed] - pairs.baseline[seed]) / 100 for seed in pairs.arm]
+        return [MeasuredEffect(self.size, self.parameters[baseline], differences, diverged=len(pairs.arm_diverged))]
+
+    def is_tuned(self, arm: str) -> bool:
+        """Whether its best learning rate lies inside the grid on every corpus; which one is best of several that solve
+        a task says nothing."""
+        for corpus in self.spec.corpora:
+            lr = self.find(corpus).lrs.get(arm)
+            tried = {rate: own for (name, rate), own in self.collect(corpus).items() if name == arm}
+            if lr is None or lr not in tried:
+                return False
+            solved = self.spec.metric == "accuracy" and fmean(tried[lr].values()) >= SOLVED
+            if lr in (min(tried), max(tried)) and not solved:
+                return False
+        return True
+
+    def describe(self) -> dict[str, Any]:
+        """Everything a table or figure shows of it."""
+        corpora = {}
+        for corpus in self.spec.corpora:
+            findings, values = self.find(corpus), self.collect(corpus)
+            corpora[corpus] = {
+                "grid": findings.grid,
+                "notes": findings.notes,
+                "arms": {arm: self.describe_arm(arm, findings, values) for arm in self.parameters},
+            }
+        metric = find_metric(self.spec.metric)
+        about: dict[str, Any] = {} if metric.name == "loss" else {"unit": metric.unit}
+        average = self.average()
+        if average is not None:
+            about["mean"] = {"of": average.corpus, "chance": round_number(average.chance), "arms": {}}
+            for arm, values in average.values.items():
+                own = describe_verdict(average.verdicts.get(arm))
+                mean = fmean(values.values())
+                about["mean"]["arms"][arm] = {"value": round(mean, 4) if math.isfinite(mean) else None, "lr": 0.0} | own
+        return {"size": self.size, "baseline": self.spec.baseline, "runs": self.runs, "corpora": corpora} | about
+
+    def describe_arm(self, arm: str, findings: Findings, values: Values) -> dict[str, Any]:
+        rates = {write_number(lr): describe_losses(values.get((arm, lr), {}).values()) for lr in findings.grid}
+        about: dict[str, Any] = {"parameters": self.parameters[arm], "lr": findings.lrs[arm], "rates": rates}
+        return about | describe_verdict(findings.verdicts.get(arm))
+
+
+def describe_verdict(verdict: Verdict | None) -> dict[str, Any]:
+    """The word and the difference, as far as there are any."""
+    if verdict is None:
+        return {}
+    word = {"word": verdict.verdict, "seeds": verdict.seeds, "p": round_number(verdict.p_holm)}
+    paired = verdict.paired
+    if paired is None:
+        return {"verdict": word}
+    return {"verdict": word, "difference": [round_number(value) for value in (paired.mean, paired.low, paired.high)]}
+
+
+def describe_losses(losses: Any) -> dict[str, Any]:
+    """Of the runs of an arm at one learning rate."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    about = {"runs": len(losses), "diverged": len(losses) - len(finite), "losses": [round(x, 4) for x in finite]}
+    return about | {"mean": round(fmean(finite), 4) if finite and not about["diverged"] else None}
+
+
+def round_number(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)

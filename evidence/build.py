@@ -54,6 +54,12 @@ def write_study_table(about: Mapping[str, Any]) -> str:
             cells = [write_losses(own["rates"][rate], float(rate) == own["lr"]) for rate in rates]
             lines.append("| " + " | ".join([arm, *cells, write_difference(own), write_p(own)]) + " |")
         lines.append("")
+    if "vectors" in about:
+        lines += [f"| {about['baseline']}, mean of layers and seeds | untrained | trained |", "|---|---:|---:|"]
+        for name, own in about["vectors"].items():
+            cells = ["{:.2f} ({:.2f} to {:.2f})".format(*own[side]) for side in ("untrained", "trained")]
+            lines.append(f"| {name.replace('_', ' ')} | {' | '.join(cells)} |".translate(MINUS))
+        lines.append("")
     if "mean" in about:
         mean = about["mean"]
         chance = "" if mean["chance"] is None else f" (chance {mean['chance']:.1f})"

@@ -115,7 +115,7 @@ def write_claims_table(claims: Mapping[str, Any], judged: Sequence[Mapping[str, 
     ]
     for claim, found in zip(claims["claims"], judged, strict=True):
         measured = "<br>".join(write_measured(figure) for figure in found["figures"])
-        words = sorted({figure["word"] for figure in found["figures"]}) or ["open"]
+        words = list_words(found["figures"])
         links = ", ".join(f"[{name}](../evidence/{name}/README.md)" for name in claim.get("studies", []))
         missing = claim.get("missing", "") or f"{links}; micro and mini are missing"
         verdict = "; ".join(words) + (f" ({missing})" if words == ["open"] else f" ({links})")
@@ -123,9 +123,21 @@ def write_claims_table(claims: Mapping[str, Any], judged: Sequence[Mapping[str, 
     return "\n".join([*lines, ""])
 
 
+def list_words(figures: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The word that all figures share, or each one's own."""
+    words = {figure["word"] for figure in figures} or {"open"}
+    if len(words) == 1:
+        return [*words]
+    return [f"{name_figure(figure)}: {figure['word']}" for figure in figures]
+
+
+def name_figure(figure: Mapping[str, Any]) -> str:
+    return figure["probe"].replace("_", " ") if figure.get("probe") and not figure["baseline"] else figure["arm"]
+
+
 def write_measured(figure: Mapping[str, Any]) -> str:
     kind = KINDS[figure["kind"]]
-    what = f" {figure['probe'].replace('_', ' ')}" if "probe" in figure else ""
+    what = f" {figure['probe']}" if "probe" in figure and figure["baseline"] else ""
     against = "" if figure["baseline"] in (None, "standard") else f" against {figure['baseline']}"
     sign = "" if figure["baseline"] is None else "+"
     told = []
@@ -136,4 +148,4 @@ def write_measured(figure: Mapping[str, Any]) -> str:
             effect, *ends = (None if x is None else f"{x:{sign}.{kind.digits}f}" for x in own["effect"])
             interval = "" if None in ends else f" ({ends[0]} to {ends[1]})"
             told.append(f"{own['size']}: {effect}{kind.unit}{interval}, n = {own['seeds']}")
-    return f"{figure['arm']}{what}{against} {'; '.join(told)}".translate(MINUS)
+    return f"{name_figure(figure)}{what}{against} {'; '.join(told)}".translate(MINUS)

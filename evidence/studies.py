@@ -15,11 +15,13 @@ from qklab.study.metrics import find_metric
 from qklab.study.plan import PlannedRun, write_number
 from qklab.study.records import RunResult
 from qklab.study.spec import read_study
+from qklab.study.stats.groups import average_groups
 from qklab.study.stats.paired import separate_diverged
 from qklab.study.verdict import Verdict
 
 Values = dict[tuple[str, float], dict[int, float]]  # (arm, learning rate) → seed → a number
 Read = Callable[[RunResult], float]
+ALIKE = ("key_value_cosine", "query_key_cosine", "query_value_cosine", "key_value_alignment")
 SOLVED = 99.5  # per cent of the answers right: then every learning rate that gets there is as good
 
 
@@ -154,7 +156,25 @@ class Evidence:
                 own = describe_verdict(average.verdicts.get(arm))
                 mean = fmean(values.values())
                 about["mean"]["arms"][arm] = {"value": round(mean, 4) if math.isfinite(mean) else None, "lr": 0.0} | own
+        if (self.folder / "initial.jsonl").exists():
+            about["vectors"] = self.describe_vectors()
         return {"size": self.size, "baseline": self.spec.baseline, "runs": self.runs, "corpora": corpora} | about
+
+    def describe_vectors(self) -> dict[str, Any]:
+        """How alike the baseline's queries, keys and values are, untrained (initial.py) and at the end of training:
+        [mean, low, high] over seeds."""
+        corpus, arm = self.spec.corpora[0], self.spec.baseline
+        lines = map(json.loads, (self.folder / "initial.jsonl").read_text(encoding="utf-8").splitlines())
+        untrained = [line["layers"] for line in lines if (line["corpus"], line["arm"]) == (corpus, arm)]
+        lr, found = self.find(corpus).lrs[arm] or 0.0, {}
+        for name in ALIKE:
+            trained = [*self.collect(corpus, self.read_probe(name))[arm, lr].values()]
+            sides = {"untrained": [fmean(layers[name]) for layers in untrained], "trained": trained}
+            found[name] = {}
+            for side, values in sides.items():
+                mean = average_groups([values])
+                found[name][side] = [round_number(value) for value in (mean.estimate, mean.low, mean.high)]
+        return found
 
     def describe_arm(self, arm: str, findings: Findings, values: Values) -> dict[str, Any]:
         rates = {write_number(lr): describe_losses(values.get((arm, lr), {}).values()) for lr in findings.grid}

@@ -180,10 +180,10 @@ def test_any_token_is_shown_without_control_characters(browser: Browser, content
 def test_a_diverged_model_is_shown_as_such(
     run: Path, browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    model, tokenizer = load_model(run)
+    model, _ = load_model(run)
     with torch.no_grad():
         model.embed.weight.fill_(math.nan)
-    monkeypatch.setattr(inspect_module, "load_model", lambda *_: (model, tokenizer))
+    monkeypatch.setattr(inspect_module, "load_decoder", lambda *_: model)
     inspect_run(run, TEXT, tmp_path)
     content = json.loads((tmp_path / "inspect.json").read_text(), parse_constant=pytest.fail)
     assert content["diagnostics"]["entropy"] == [[None] * HEADS] * LAYERS
@@ -299,11 +299,3 @@ def test_without_text_and_corpus_a_text_is_asked_for(run: Path, tmp_path: Path):
         read_attention(copy, "")
     assert one_sentence(caught.value)
     assert read_attention(copy, "abc")["tokens"] == ["<|endoftext|>", "a", "b", "c"]
-
-
-def test_a_checkpoint_saved_meanwhile_is_not_mistaken(run: Path, monkeypatch: pytest.MonkeyPatch):
-    """The step that is told is that of the weights."""
-    steps = iter([4, 8, 8, 8])
-    monkeypatch.setattr(inspect_module, "find_step", lambda *_: next(steps))
-    assert load_inspection(run, "a").step == 8
-    assert next(steps, None) is None

@@ -165,8 +165,8 @@ def describe_run(
         "skipped": summary.get("skipped_steps"),
         "parameters": summary.get("parameters"),
         "cache": summary.get("cache_bytes_per_token"),
-        "valid": read_scores(metrics, evaluation.get("valid"), 8),
-        "test": read_scores(metrics, evaluation.get("test"), 8),
+        "valid": read_scores(metrics, evaluation.get("valid")),
+        "test": read_scores(metrics, evaluation.get("test")),
         "curve": {
             "tokens": [at.get(r["step"], (None, None))[0] for r in evaluated],
             "seconds": [round_number(at.get(r["step"], (None, None))[1]) for r in evaluated],
@@ -211,13 +211,11 @@ def step_seconds(run: RecordedRun) -> float | None:
     return round_number(context * sequences / speed) if speed and context and sequences else None
 
 
-def read_scores(
-    metrics: Sequence[Metric], evaluation: dict[str, Any] | None, digits: int
-) -> dict[str, float | None] | None:
+def read_scores(metrics: Sequence[Metric], evaluation: dict[str, Any] | None) -> dict[str, float | None] | None:
     """Metric → its value, None where this evaluation has none."""
     if not evaluation:
         return None
-    return {metric.name: round_number(read_metric(metric, evaluation), digits) for metric in metrics}
+    return {metric.name: round_number(read_metric(metric, evaluation), 8) for metric in metrics}
 
 
 def read_metric(metric: Metric, evaluation: dict[str, Any]) -> float | None:

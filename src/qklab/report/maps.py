@@ -12,10 +12,9 @@ TEXT = "When the sun had set behind the hills, the old sailor told the children 
 
 
 class MapCache:
-    """Attention maps of runs on one text; each checkpoint is read once."""
+    """Attention maps of runs on the beginning of their validation text; each checkpoint is read once."""
 
-    def __init__(self, text: str = ""):
-        self.text = text
+    def __init__(self) -> None:
         self.packed: dict[tuple[Path, str], dict[str, Any]] = {}
 
     def read_arms(self, runs: Mapping[str, Path | None]) -> dict[str, Any]:
@@ -34,7 +33,7 @@ class MapCache:
         if key not in self.packed:
             self.packed = {old: value for old, value in self.packed.items() if old[0] != run}
             why = ""
-            for text in dict.fromkeys((self.text, TEXT)):  # the corpus may not be on this machine
+            for text in ("", TEXT):  # the corpus may not be on this machine
                 try:
                     self.packed[key] = {"run": run.name, **pack_maps(read_attention(run, text), HEADS)}
                     break

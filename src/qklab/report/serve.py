@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
@@ -23,8 +23,8 @@ WATCHED = ("study.json", "run.json", "summary.json", "metrics.jsonl")
 class ReportServer:
     """A server of the report on what lies at `paths`, looked at every `every` seconds."""
 
-    def __init__(self, paths: Sequence[Path], port: int = 0, every: float = 2.0, *, text: str = ""):
-        self.paths, self.every, self.maps = [Path(path) for path in paths], every, MapCache(text)
+    def __init__(self, paths: Sequence[Path], port: int, every: float = 2.0):
+        self.paths, self.every, self.maps = [Path(path) for path in paths], every, MapCache()
         self.version, self.page = "", b""
         self.seen: tuple[object, ...] = ()
         self.stop = threading.Event()
@@ -114,13 +114,11 @@ def file_stamps(paths: Sequence[Path]) -> Iterator[tuple[str, int, int]]:
                     yield full, stat.st_size, stat.st_mtime_ns
 
 
-def serve_report(
-    paths: Sequence[Path], port: int = 8000, every: float = 2.0, *, say: Callable[[str], None] = print, text: str = ""
-) -> None:
+def serve_report(paths: Sequence[Path], port: int) -> None:
     """Serve the report until Ctrl-C."""
-    with ReportServer(paths, port, every, text=text) as server:
-        say(f"The report is at {server.address} and follows the runs; Ctrl-C ends it.")
+    with ReportServer(paths, port) as server:
+        print(f"The report is at {server.address} and follows the runs; Ctrl-C ends it.")
         with StopRequest() as stop:
             while stop.came is None:
                 time.sleep(0.2)
-        say("The report is no longer served.")
+        print("The report is no longer served.")

@@ -22,7 +22,7 @@ from qklab.runs.directory import RunDirectory
 from qklab.runs.metrics import finite_or_none
 from qklab.study.findings import Findings
 from qklab.study.metrics import Metric, list_metrics
-from qklab.study.stats.interim import alpha_of_each
+from qklab.study.stats.paired import alpha_of_each
 
 TRAIN_POINTS, PROBES = 200, 12
 PER_RUN = {"seed", "optimiser.lr"}

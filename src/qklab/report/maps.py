@@ -6,6 +6,7 @@ from typing import Any
 
 from qklab.report.inspect import read_attention
 from qklab.report.page import pack_maps
+from qklab.study.records import find_newest_checkpoint
 
 HEADS = 8  # more than these are left out of the page
 TEXT = "When the sun had set behind the hills, the old sailor told the children what he had seen at sea."
@@ -25,11 +26,10 @@ class MapCache:
         }
 
     def read_run(self, run: Path) -> dict[str, Any]:
-        folder = run / "checkpoints"
-        steps = sorted(path.name for path in folder.glob("step-*")) if folder.is_dir() else []
-        if not steps:
+        newest = find_newest_checkpoint(run)
+        if not newest:
             return {"why": "no checkpoint yet."}
-        key = (run, steps[-1])
+        key = (run, newest)
         if key not in self.packed:
             self.packed = {old: value for old, value in self.packed.items() if old[0] != run}
             why = ""

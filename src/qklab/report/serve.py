@@ -14,7 +14,7 @@ from qklab.report.data import gather_data
 from qklab.report.maps import MapCache
 from qklab.runs.directory import RunError
 from qklab.runs.files import describe_os_error
-from qklab.train.signals import StopRequest
+from qklab.runs.signals import StopRequest
 
 SHARE = 30
 WATCHED = ("study.json", "run.json", "summary.json", "metrics.jsonl")

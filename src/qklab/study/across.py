@@ -13,8 +13,7 @@ from qklab.study.parts import PairedValues, StudyPart
 from qklab.study.plan import write_rounded
 from qklab.study.spec import StudySpec
 from qklab.study.stats.groups import Contrast, average_groups, interaction_p_value
-from qklab.study.stats.interim import alpha_of_each
-from qklab.study.stats.paired import adjust_holm
+from qklab.study.stats.paired import adjust_holm, alpha_of_each
 from qklab.study.stats.scaling import (
     LEAST_SIZES,
     SizeMeasurement,

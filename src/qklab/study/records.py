@@ -8,8 +8,9 @@ runs/           the run directories; their summary.json is all that is needed of
 import fcntl
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import product
@@ -19,7 +20,7 @@ from typing import Any
 
 from qklab.data.spec import DataSpec
 from qklab.runs.directory import RunDirectory
-from qklab.runs.files import describe_os_error, write_json
+from qklab.runs.files import describe_file_failure, write_json
 from qklab.schema import format_value
 from qklab.study.metrics import Metric, find_metric
 from qklab.study.plan import PlannedRun
@@ -72,6 +73,14 @@ def read_result(study: Path, planned: PlannedRun) -> RunResult | None:
     directory = RunDirectory(planned.folder_in(study))
     summary = directory.summary() if directory.exists() else None
     return None if summary is None else RunResult(planned, summary["status"], summary)
+
+
+def find_newest_checkpoint(folder: Path) -> str:
+    """The name of a run's newest checkpoint, which grows with its step; empty if there is none. No more than names is
+    looked at: checkpoints give way to newer ones meanwhile."""
+    with suppress(FileNotFoundError):
+        return max((name for name in os.listdir(folder / "checkpoints") if name.startswith("step-")), default="")
+    return ""
 
 
 def is_in_use(folder: Path) -> bool:
@@ -206,11 +215,7 @@ def explain_file_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""
-        raise StudyError(
-            f"the study stopped because of a file{where}: {describe_os_error(error)}; what was saved before is still "
-            "there, mend this and run the same command again."
-        ) from error
+        raise StudyError(describe_file_failure("study", error)) from error
 
 
 # analyses.json
@@ -245,8 +250,8 @@ class Analyses:
         return Analyses((*self.taken, *new), at_once, command or self.command, run_seconds or self.run_seconds)
 
     def write_command(self, seeds: int) -> str:
-        """The command that makes them so many seeds; {more} is how it was written when --continue added to them."""
-        return self.command.replace("{more}", str(seeds)).replace("{total}", str(seeds))
+        """The command that makes them so many seeds."""
+        return self.command.replace("{total}", str(seeds))
 
     def write(self, folder: Path) -> None:
         write_json(folder / ANALYSES, asdict(self))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from qklab.runs.environment import find_cache_root
 from qklab.runs.files import copy_file, hash_file, link_file
-from qklab.study.records import ANALYSES, STUDY, is_in_use
+from qklab.study.records import ANALYSES, STUDY, find_newest_checkpoint, is_in_use
 from qklab.study.remote.snapshot import FolderSnapshot, RemoteFolder, describe_progress
 from qklab.study.remote.store import Store, StoreError
 from qklab.study.spec import StudyError
@@ -116,7 +116,7 @@ class RemoteStudy:
     def send_while_training(self, remote: RemoteFolder, run: Path, done: threading.Event) -> None:
         sent, at, quiet = "", time.monotonic(), False
         while not done.wait(POLL):
-            newest = max((path.name for path in run.glob("checkpoints/step-*")), default="")
+            newest = find_newest_checkpoint(run)
             if newest == sent and time.monotonic() - at < INTERVAL:
                 continue
             try:
@@ -172,8 +172,8 @@ def is_as_far(run: Path, snapshot: FolderSnapshot, *, checkpoints: bool) -> bool
     record = run / "run.json"
     if not record.exists() or hash_file(record) != snapshot.files.get("run.json", ("", 0))[0]:
         return False
-    names = [path.relative_to(run).as_posix() for path in run.rglob("*")]
-    here, there = describe_progress(names), describe_progress(snapshot.files)
+    here = ((run / "summary.json").exists(), find_newest_checkpoint(run))
+    there = describe_progress(snapshot.files)
     return here >= there if checkpoints else here[0] or (not there[0] and here >= there)
 
 

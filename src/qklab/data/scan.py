@@ -3,6 +3,7 @@
 import contextlib
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from qklab.data.documents import (
     refuse_empty,
     select_documents,
 )
-from qklab.data.progress import ReportProgress
 from qklab.data.shards import TOKENIZER, UNFINISHED
 from qklab.data.sources import SPLITS, Source, list_data_folders
 from qklab.data.spec import DataError, DataSpec
@@ -23,6 +23,7 @@ from qklab.data.workers import train_in_worker
 from qklab.runs.files import replace_file, write_json
 
 PLAN = "plan.json"
+ReportProgress = Callable[[str, int, int], None]  # what is done, bytes done, bytes in all; a sentence, 0, 0
 HASH, POSITION = "hash", "position"  # what decides over the split of a document
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
 
+from qklab.runs.progress import Display, format_duration
 from qklab.runs.signals import StopRequest, replace_handlers
 from qklab.schema import suggest_name
 from qklab.study.executors import Executor, RunTask, Unit, WorkerSlots
@@ -28,7 +29,6 @@ from qklab.study.schedule import RunSchedule
 from qklab.study.spec import StudyError, StudySpec
 from qklab.train.launch import EXIT_CODES
 from qklab.train.population import choose_population_size, describe_shape, explain_solo
-from qklab.train.progress import Display, format_duration
 from qklab.train.score import open_scorer
 from qklab.train.spec import ExecutionSpec
 

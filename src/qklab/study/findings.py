@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
+from qklab.runs.progress import format_duration
 from qklab.study.learned import describe_learning_state, describe_pace, has_barely_learned
 from qklab.study.metrics import find_metric
 from qklab.study.plan import plan_confirming_runs, plan_tuning_runs, write_number, write_rounded
@@ -16,7 +17,6 @@ from qklab.study.stats.groups import average_over_tasks
 from qklab.study.stats.paired import false_alarm_bound, find_outlier
 from qklab.study.tuning import ArmTuning, choose_learning_rates, describe_tuning, find_grids
 from qklab.study.verdict import Verdict, judge_arms
-from qklab.train.progress import format_duration
 
 ALIKE = 0.02  # costs that differ by less are called the same: clocks and allocators are no more exact
 

@@ -14,6 +14,7 @@ import torch
 from qklab.data.shards import Corpus
 from qklab.runs.directory import RunDirectory, RunError
 from qklab.runs.files import describe_file_failure
+from qklab.runs.progress import Display, format_duration
 from qklab.runs.signals import StopRequest
 from qklab.runs.sinks import Sinks
 from qklab.train.checkpoint import CheckpointError
@@ -27,7 +28,6 @@ from qklab.train.mend import (
 )
 from qklab.train.open import OpenRun, group_by_step, open_runs
 from qklab.train.population import PopulationTrainer, refuse_population
-from qklab.train.progress import Display, format_duration
 from qklab.train.ranks import call_on_first_rank, share_failures
 from qklab.train.recorder import RunRecorder
 from qklab.train.resume import read_begun_run, refuse_other_spec

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
+from qklab.runs.progress import Display, format_duration
+from qklab.runs.signals import StopRequest
 from qklab.train.checkpoint import Checkpoints
-from qklab.train.population import PopulationTrainer
-from qklab.train.progress import Display, describe_step
 from qklab.train.ranks import sum_over_ranks
 from qklab.train.recorder import RunRecorder
-from qklab.train.signals import StopRequest
 from qklab.train.spec import RunSpec
-from qklab.train.trainer import PendingStep, State, Trainer
+from qklab.train.trainer import BaseTrainer, PendingStep, State
 
 LOGGED = ("bits_per_byte", "accuracy", "sequence_accuracy")  # beside the validation loss
 
@@ -63,7 +62,7 @@ class Loop:
     diverges ends there, and the others do not notice.
     """
 
-    def __init__(self, trainer: Trainer | PopulationTrainer, members: Sequence[Member], display: Display):
+    def __init__(self, trainer: BaseTrainer, members: Sequence[Member], display: Display):
         self.trainer, self.members, self.display = trainer, list(members), display
         self.spec, self.execution, self.machine = trainer.spec, trainer.execution, trainer.machine
         self.state = self.members[0].state  # all have the same step and the same share of the time
@@ -238,3 +237,11 @@ class Loop:
             for run, member in self.live:
                 member.checkpoints.save(self.trainer.snapshot(run), best=best[run])
             self.last_save = time.monotonic()
+
+
+def describe_step(step: int, steps: int | None, loss: float, tokens_per_second: float, left: float | None) -> str:
+    """The line of a training run."""
+    of = f"/{steps:,}" if steps is not None else ""
+    still = f" · {format_duration(left)} left" if left is not None else ""
+    speed = f" · {tokens_per_second:,.0f} tokens/s" if tokens_per_second else ""
+    return f"step {step:,}{of} · loss {loss:.3f}{speed}{still}"

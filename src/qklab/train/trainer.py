@@ -20,6 +20,7 @@ from qklab.model.spec import DecoderSpec
 from qklab.optim.norms import Table
 from qklab.optim.optimiser import Optimiser
 from qklab.optim.population import PopulationOptimiser
+from qklab.optim.rows import full_tensor
 from qklab.train.checkpoint import Checkpoint, Snapshot
 from qklab.train.evaluate import Evaluation, EvaluationSums, evaluate_windows
 from qklab.train.machine import Machine
@@ -27,7 +28,6 @@ from qklab.train.objective import Objective, named_weights
 from qklab.train.parallel import (
     accumulate_gradients,
     distribute_objective,
-    gather_tensor,
     gradient_norm,
     release_gathered,
     should_compile,
@@ -325,5 +325,5 @@ def gather_decoder(sharded: Decoder) -> Decoder:
     plain = Decoder(sharded.spec, seed=0).to(device)
     weights = dict(named_weights(plain))
     for name, tensor in named_weights(sharded):
-        weights[name].copy_(gather_tensor(tensor))
+        weights[name].copy_(full_tensor(tensor))
     return plain

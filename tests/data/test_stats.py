@@ -12,7 +12,7 @@ import pytest
 
 from qklab.cli import main
 from qklab.data import Corpus, DataSpec, prepare_corpus
-from qklab.data.stats import entropy, jensen_shannon, length_quantiles, measure_corpus, sample_documents
+from qklab.data.stats import entropy, jensen_shannon, measure_corpus, measure_lengths, sample_documents
 from qklab.runs.progress import Terminal
 
 
@@ -85,7 +85,7 @@ def test_tiny_corpora_have_counts_but_no_measures(tmp_path: Path) -> None:
     corpus = prepare_corpus(DataSpec(source=str(path), tokenizer="bytes", valid=0.3, test=0.0), out=tmp_path / "out")
     stats = measure_corpus(corpus)
     assert (stats["divergence"], stats["vocabulary"], stats["compression"]) == (None, None, None)
-    assert length_quantiles(corpus.splits["test"]) is None
+    assert measure_lengths(corpus.splits["test"]) is None
     assert stats["splits"]["test"]["bytes_per_token"] is None
 
 

@@ -16,7 +16,7 @@ from fabricated import CONTEXT, HEADS, LAYERS, TrainTiny
 from qklab.data import Corpus, DataSpec, prepare_corpus
 from qklab.model.diagnose import diagnose
 from qklab.report import inspect as inspect_module
-from qklab.report.inspect import inspect_run, load_inspection, read_attention, token_text
+from qklab.report.inspect import decode_token, inspect_run, load_inspection, read_attention
 from qklab.report.page import fill_template, pack_maps
 from qklab.runs.directory import RunDirectory, RunError
 from qklab.train.load import load_model
@@ -212,7 +212,7 @@ def test_empty_text_is_the_first_validation_window(run: Path, corpus: Path, tmp_
     stream = split.read(0, CONTEXT)
     found = read_attention(run, "  \n", tokens=CONTEXT)
     _, tokenizer = load_model(run)
-    assert found["tokens"] == [token_text(tokenizer, int(token)) for token in stream]
+    assert found["tokens"] == [decode_token(tokenizer, int(token)) for token in stream]
     begins = int(split.starts[1])
     assert 0 < begins < CONTEXT  # a second document is in the window, and is blind to the first
     maps = np.array(found["layers"]["last"]["maps"])

@@ -19,10 +19,10 @@ from qklab.data.scan import (
     PLAN,
     POSITION,
     ReportProgress,
-    deciding_settings,
     digest_source,
     refuse_changed,
     scan_or_resume,
+    select_deciding_settings,
 )
 from qklab.data.shards import FORMAT, MANIFEST, TOKENIZER, UNFINISHED, Corpus, ShardWriter, hash_content
 from qklab.data.sources import SPLITS, Source, find_source, find_source_path
@@ -58,7 +58,7 @@ def prepare_corpus(
     if path is not None and (path / MANIFEST).is_file():
         return Corpus.open(path)
     source = find_source(spec.source, data, spec)
-    folder = Path(out) if out is not None else cache_folder(spec, source)
+    folder = Path(out) if out is not None else find_corpus_folder(spec, source)
     report = progress or (lambda *_: None)
     if (folder / MANIFEST).exists():
         return open_finished(folder, spec, source, report)
@@ -101,9 +101,9 @@ def refuse_unusable(spec: DataSpec, data: Path | None) -> None:
     refuse_empty(source.name, tally, spec, source.splits)
 
 
-def cache_folder(spec: DataSpec, source: Source) -> Path:
+def find_corpus_folder(spec: DataSpec, source: Source) -> Path:
     """Where a corpus is kept unless told otherwise; a changed source or spec gets another folder."""
-    settings = {**deciding_settings(spec.to_dict()), "format": FORMAT, "source": source.list_contents()}
+    settings = {**select_deciding_settings(spec.to_dict()), "format": FORMAT, "source": source.list_contents()}
     name = re.sub(r"[^A-Za-z0-9]+", "-", spec.source).strip("-")[-40:] or "corpus"
     return find_cache_root() / "corpora" / f"{name}-{hash_content(settings)[:12]}"
 
@@ -138,7 +138,7 @@ def lock_folder(folder: Path, report: ReportProgress) -> Iterator[None]:
 def open_finished(folder: Path, spec: DataSpec, source: Source, report: ReportProgress) -> Corpus:
     """The corpus in `folder`, if it is the one that `spec` and `source` would make."""
     corpus = Corpus.open(folder)
-    there, wanted = deciding_settings(corpus.manifest["spec"]), deciding_settings(spec.to_dict())
+    there, wanted = select_deciding_settings(corpus.manifest["spec"]), select_deciding_settings(spec.to_dict())
     differing = [name for name in wanted if there.get(name) != wanted[name]]
     if differing:
         name = differing[0]

@@ -27,7 +27,7 @@ ReportProgress = Callable[[str, int, int], None]  # what is done, bytes done, by
 HASH, POSITION = "hash", "position"  # what decides over the split of a document
 
 
-def deciding_settings(spec: dict[str, Any]) -> dict[str, Any]:
+def select_deciding_settings(spec: dict[str, Any]) -> dict[str, Any]:
     """What of a spec decides over the corpus: not how its source is spelt, nor a vocabulary that is not trained."""
     kept = {name: value for name, value in spec.items() if name != "source"}
     if kept["tokenizer"] != "bpe":
@@ -72,7 +72,7 @@ def scan_or_resume(
             record.unlink()  # of shards whose plan is lost
         plan = scan_source(folder, spec, source, data, report)
         write_json(path, {**plan, "files": contents, "spec": spec.to_dict()})
-    elif deciding_settings(plan["spec"]) != deciding_settings(spec.to_dict()):
+    elif select_deciding_settings(plan["spec"]) != select_deciding_settings(spec.to_dict()):
         raise DataError(f"{folder} holds an unfinished corpus of another spec; choose another folder or delete it.")
     elif plan["files"] != contents:
         now = digest_source(source, spec, report, plan.get("split_by") == POSITION)

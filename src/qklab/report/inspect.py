@@ -47,7 +47,7 @@ class Inspection:
 
     @property
     def tokens(self) -> list[str]:
-        return [token_text(self.tokenizer, int(token)) for token in self.ids[0]]
+        return [decode_token(self.tokenizer, int(token)) for token in self.ids[0]]
 
     def measure_attention(self, tokens: int) -> dict[str, Any]:
         last = self.spec.model.layers - 1
@@ -130,7 +130,7 @@ def load_inspection(run: Path, text: str, which: Which = "newest", tokens: int |
     if text.strip():
         ids, segments = encode_text(tokenizer, text, spec.model.context, notes), None
     else:
-        ids, segments = validation_window(record, spec, tokenizer)
+        ids, segments = read_validation_window(record, spec, tokenizer)
         notes.append(f"No text came, so this is the first validation window of the corpus {spec.corpus.source}.")
     shown = min(SHOWN if tokens is None else tokens, len(ids))
     if shown < len(ids):
@@ -166,7 +166,7 @@ def encode_text(tokenizer: Tokenizer, text: str, context: int, notes: list[str])
     return ids[:context]
 
 
-def validation_window(record: dict[str, Any], spec: RunSpec, tokenizer: Tokenizer) -> tuple[Tensor, Tensor | None]:
+def read_validation_window(record: dict[str, Any], spec: RunSpec, tokenizer: Tokenizer) -> tuple[Tensor, Tensor | None]:
     folder = record["data"]["folder"]
     try:
         split = Corpus.open(folder).splits["valid"]
@@ -180,7 +180,7 @@ def validation_window(record: dict[str, Any], spec: RunSpec, tokenizer: Tokenize
     return ids[0, :real], None if segments is None else segments[0, :real]
 
 
-def token_text(tokenizer: Tokenizer, token: int) -> str:
+def decode_token(tokenizer: Tokenizer, token: int) -> str:
     if token == tokenizer.eot:
         return "<|endoftext|>"
     return tokenizer.pieces[token].decode(errors="backslashreplace")

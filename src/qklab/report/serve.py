@@ -43,7 +43,7 @@ class ReportServer:
 
     def refresh(self) -> bool:
         """Build the page anew if anything was recorded since; whether it was."""
-        now = tuple(sorted(file_stamps(self.paths)))
+        now = tuple(sorted(list_file_stamps(self.paths)))
         if now == self.seen:
             return False
         page = render_report(gather_data(self.paths, self.maps), watch=self.every).encode()
@@ -98,7 +98,7 @@ class ReportServer:
             thread.join()
 
 
-def file_stamps(paths: Sequence[Path]) -> Iterator[tuple[str, int, int]]:
+def list_file_stamps(paths: Sequence[Path]) -> Iterator[tuple[str, int, int]]:
     """Name, size and time of everything whose change is news."""
     for path in paths:
         for folder, below, names in os.walk(path):

@@ -105,21 +105,22 @@ def read_results(study: Path, spec: StudySpec) -> list[RunResult]:
     return [result for run in planned if (result := read_result(study, run)) is not None]
 
 
+def select_arm(results: Sequence[RunResult], corpus: str, arm: str) -> list[RunResult]:
+    """The results of an arm on a corpus, at every learning rate."""
+    return [result for result in results if (result.planned.corpus, result.planned.arm) == (corpus, arm)]
+
+
 def collect_values(
     study: StudySpec, results: Sequence[RunResult], lrs: Mapping[tuple[str, str], float | None], corpus: str, arm: str
 ) -> dict[int, float]:
     """Seed → the metric on test text at the learning rate that was chosen."""
     lr, metric = lrs[corpus, arm], find_metric(study.metric)
-    return {
-        result.planned.seed: result.value(metric)
-        for result in results
-        if (result.planned.corpus, result.planned.arm, result.planned.lr) == (corpus, arm, lr)
-    }
+    return {r.planned.seed: r.value(metric) for r in select_arm(results, corpus, arm) if r.planned.lr == lr}
 
 
 def sum_up_ledger(results: Sequence[RunResult], corpus: str, arm: str, lrs: Sequence[float]) -> dict[str, Any]:
     """What an arm got and took: the same for all where they are matched on it."""
-    own = [r for r in results if (r.planned.corpus, r.planned.arm) == (corpus, arm)]
+    own = select_arm(results, corpus, arm)
     finished = [r.summary for r in own if r.status == "finished"] or [r.summary for r in own]
     names = (
         "parameters",
@@ -140,7 +141,7 @@ def sum_up_benchmarks(
 ) -> dict[str, dict[str, float | None]]:
     """Benchmark → what an arm scores at its learning rate, in points of 100: the mean over seeds, its standard error
     where there are several, and chance where that is known."""
-    runs = [r for r in results if (r.planned.corpus, r.planned.arm, r.planned.lr) == (corpus, arm, lr)]
+    runs = [r for r in select_arm(results, corpus, arm) if r.planned.lr == lr]
     own = [r.summary["evaluation"]["test"].get("benchmarks", {}) for r in runs if r.status == "finished"]
     found: dict[str, dict[str, float | None]] = {}
     for name in own[0] if own else ():

@@ -94,7 +94,7 @@ class RemoteStudy:
             newest = remote.newest()
             if newest is None or is_as_far(run, newest, checkpoints=checkpoints) or is_in_use(run):
                 continue
-            remote.download(run, wants_checkpoint if checkpoints else wants_record, lambda run=run: clear(run))
+            remote.download(run, wants_checkpoint if checkpoints else wants_record, lambda run=run: clear_run(run))
 
     @contextmanager
     def keep_run(self, run: Path) -> Iterator[None]:
@@ -102,7 +102,7 @@ class RemoteStudy:
         remote = self.folder_of(run)
         newest = remote.newest()
         if newest is not None and not is_as_far(run, newest, checkpoints=True):
-            remote.download(run, make_room=lambda: clear(run))
+            remote.download(run, make_room=lambda: clear_run(run))
         done = threading.Event()
         thread = threading.Thread(target=self.send_while_training, args=(remote, run, done), daemon=True)
         thread.start()
@@ -187,7 +187,7 @@ def wants_checkpoint(snapshot: FolderSnapshot, name: str) -> bool:
     return wants_record(snapshot, name) or (ended and name.startswith(f"checkpoints/{newest}/"))
 
 
-def clear(run: Path) -> None:
+def clear_run(run: Path) -> None:
     for path in run.iterdir() if run.exists() else ():
         if path.name not in ("lock", "log.txt"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()

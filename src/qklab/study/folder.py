@@ -1,7 +1,7 @@
 """A study's folder: study.json says what is compared and on which text, runs/ holds the runs."""
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ FIXED = "what is compared is fixed once a run has begun, so choose another folde
 class StudyFolder:
     """The folder of one study, or a copy of what `remote` has at a URL; nothing is fixed before a run has begun."""
 
-    def __init__(self, path: Path, spec: StudySpec, asked: Mapping[str, Any], remote: RemoteStudy | None):
+    def __init__(self, path: Path, spec: StudySpec, asked: dict[str, Any], remote: RemoteStudy | None):
         self.path, self.spec, self.asked, self.remote = path, spec, asked, remote
 
     @contextmanager

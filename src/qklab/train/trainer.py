@@ -19,7 +19,6 @@ from qklab.model.initialise import seed_of
 from qklab.model.spec import DecoderSpec
 from qklab.optim.norms import Table
 from qklab.optim.optimiser import Optimiser
-from qklab.optim.population import PopulationOptimiser
 from qklab.optim.rows import full_tensor
 from qklab.train.checkpoint import Checkpoint, Snapshot
 from qklab.train.evaluate import Evaluation, EvaluationSums, evaluate_windows
@@ -76,7 +75,7 @@ class BaseTrainer:
     """Models, optimisers and data of runs, of which `Trainer` has one and `PopulationTrainer` several; asked by run."""
 
     objective: Objective
-    optimiser: Optimiser | PopulationOptimiser
+    optimiser: Any  # Optimiser or PopulationOptimiser
     members: int | None = None  # where one stacked model is all of them
 
     def __init__(self, specs: Sequence[RunSpec], execution: ExecutionSpec, corpus: Corpus, machine: Machine):

@@ -32,7 +32,7 @@ from qklab import AttentionSpec, LatentSpec
 from qklab.attention.cache import cache_class
 from qklab.ops.decode import DecodeImpl, decode
 from qklab.ops.decode import sdpa as sdpa_route
-from qklab.ops.decode.reference import rotate_cached, visible
+from qklab.ops.decode.reference import find_visible_slots, rotate_cached
 from qklab.ops.rope import rope_angles
 
 Arm = Callable[[], Tensor]
@@ -155,7 +155,7 @@ def torch_arm(problem: Problem, backend: SDPBackend | None, packed: bool = False
         q = problem.q.unflatten(2, (k.shape[2], -1))[:, 0] if packed else problem.q.transpose(1, 2)
         mask = None
         if "starts" in options:
-            mask = visible(1, k.shape[1], options["starts"], None, k.device)
+            mask = find_visible_slots(1, k.shape[1], options["starts"], None, k.device)
         backends = [*BACKENDS.values(), SDPBackend.MATH] if backend is None else [backend]
         with sdpa_kernel(backends):
             o = F.scaled_dot_product_attention(

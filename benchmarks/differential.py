@@ -50,6 +50,11 @@ def padded(q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend | None = None) -
     return plain(F.pad(q, (0, more)), F.pad(k, (0, more)), v, backend)
 
 
+def halved(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """One call for each half of the values, which are then as wide as keys."""
+    return lambda q, k, v: torch.cat([attend(q, k, part) for part in v.chunk(2, -1)], -1)
+
+
 def flex(tokens: int, device: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -82,8 +87,8 @@ def repeated(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
 def ways(tokens: int, device: str) -> dict[str, dict[str, Way]]:
     """Every way of each version, and of plain attention with as many heads."""
 
-    def v1(attend: Any, form: Any = "wide") -> Way:
-        return lambda q, k, v, weight: differential(q, k, v, weight, attend, form)
+    def v1(attend: Any) -> Way:
+        return lambda q, k, v, weight: differential(q, k, v, weight, attend)
 
     def v2(attend: Any) -> Way:
         return lambda q, k, v, weight: differential_v2(q, k, v, weight, attend)
@@ -96,9 +101,9 @@ def ways(tokens: int, device: str) -> dict[str, dict[str, Way]]:
     by_padding = {name: functools.partial(padded, backend=backend) for name, backend in chosen.items()}
     every: dict[str, dict[str, Way]] = {
         "standard": {"default": standard(plain)} | {name: standard(way) for name, way in with_backend.items()},
-        "v1": {"repeated values, default": repeated, "wide, default": v1(plain), "halves, default": v1(plain, "halves")}
+        "v1": {"repeated values, default": repeated, "wide, default": v1(plain), "halves, default": v1(halved(plain))}
         | {f"wide, {name}": v1(way) for name, way in with_backend.items()}
-        | {f"halves, {name}": v1(way, "halves") for name, way in with_backend.items()}
+        | {f"halves, {name}": v1(halved(way)) for name, way in with_backend.items()}
         | {f"padded, {name}": v1(way) for name, way in by_padding.items()},
         "v2": {"one call, default": v2(plain)} | {f"one call, {name}": v2(way) for name, way in with_backend.items()},
     }

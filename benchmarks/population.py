@@ -207,10 +207,7 @@ def draw_curves(specs: list[RunSpec], execution: ExecutionSpec) -> Tensor:
     model up to rounding: [orders, steps, runs]."""
     trainer = open_trainer(specs, execution)
     trainer.optimiser.materialise()
-    if isinstance(trainer, Trainer):
-        tensors = [trainer.tensors()]
-    else:
-        tensors = [trainer.tensors(run) for run in range(len(specs))]
+    tensors = [trainer.tensors(run) for run in range(len(specs))]
     live = [(name, tensor) for named in tensors for name, tensor in named.items()]
     # an optimiser's state begins at zero, and creating it may have counted as a step
     start = [torch.zeros_like(value) if name.startswith("optimiser.") else value.clone() for name, value in live]

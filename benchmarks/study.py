@@ -30,6 +30,7 @@ from typing import Any
 from measure import RESULTS, keep, provenance
 from qklab import report
 from qklab.runs import MetricsFile, RunDirectory
+from qklab.runs.progress import Display, Terminal
 from qklab.study.answer import write_answer
 from qklab.study.execute import Study
 from qklab.study.executors import RunTask, Unit, WorkerSlots
@@ -38,7 +39,6 @@ from qklab.study.plan import plan_tuning_runs
 from qklab.study.records import RunResult
 from qklab.study.spec import StudySpec
 from qklab.train.launch import train
-from qklab.train.progress import Display, Terminal
 from qklab.train.spec import ExecutionSpec
 
 LIMIT = 0.02  # of the seconds of training, for all that is beside it

@@ -7,11 +7,11 @@ from contextlib import closing
 from pathlib import Path
 
 from qklab.report import build_report
+from qklab.runs.progress import Terminal
 from qklab.study import StudySpec
 from qklab.study.answer import write_answer
 from qklab.study.execute import Study
 from qklab.study.executors.local import LocalExecutor
-from qklab.train.progress import Terminal
 
 
 def write_texts(folder: Path) -> None:

@@ -168,7 +168,7 @@ def shortened() -> Iterator[None]:
     with (
         mock.patch("qklab.cli.study.execute_and_report", check),
         mock.patch("qklab.study.sizes.measure_step", return_value=0.01),
-        mock.patch("qklab.train.loop.Loop.stopping", lambda loop, stop: loop.state.step >= 2),
+        mock.patch("qklab.train.loop.Loop.should_stop", lambda loop, stop: loop.state.step >= 2),
         mock.patch("sys.stdout", io.StringIO()),
     ):
         yield

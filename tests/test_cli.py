@@ -108,7 +108,7 @@ from qklab import cli
 class Command:
     def execute(self):
         if {twice}:
-            from qklab.train.signals import StopRequest
+            from qklab.runs.signals import StopRequest
             with StopRequest() as stop:
                 signal.raise_signal(signal.SIGTERM)
                 assert stop.came == "SIGTERM"

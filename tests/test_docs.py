@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from qklab import cli, register
-from qklab.attention.couple import FORCES
+from qklab.attention.forces import FORCES
 from qklab.attention.project import PROJECTIONS
 from qklab.attention.rotate import KV_ROTATIONS, POSITIONS
 from qklab.cli import main

@@ -1,11 +1,10 @@
-"""An attention spec, or a model of several, in words and numbers, next to (Q,K,V) of the same size."""
+"""An attention spec in words and numbers, next to (Q,K,V) of the same size."""
 
 from typing import Any
 
 import torch
 
 from qklab.attention.spec import AttentionSpec
-from qklab.model.spec import DecoderSpec
 
 CONTEXT = 1024
 LONG = 32_768
@@ -18,7 +17,7 @@ def make_baseline(spec: AttentionSpec) -> AttentionSpec:
     )
 
 
-def count_costs(spec: AttentionSpec | DecoderSpec) -> dict[str, int]:
+def count_costs(spec: AttentionSpec) -> dict[str, int]:
     """What it costs, in the order people ask."""
     return {
         "parameters": spec.parameters(),
@@ -28,7 +27,7 @@ def count_costs(spec: AttentionSpec | DecoderSpec) -> dict[str, int]:
     }
 
 
-def name_costs(spec: AttentionSpec | DecoderSpec) -> dict[str, int]:
+def name_costs(spec: AttentionSpec) -> dict[str, int]:
     """The same figures under names a program can rely on."""
     names = ("parameters", "flops_per_token", "cache_bytes_per_token", "cache_bytes")
     named = dict(zip(names, count_costs(spec).values(), strict=True))
@@ -56,8 +55,10 @@ def describe_spec(spec: AttentionSpec) -> dict[str, Any]:
 
 def format_spec(spec: AttentionSpec) -> str:
     """Name, formula per stage, and the figures against (Q,K,V)."""
-    lines = [spec.name, "", *format_formula(spec), ""]
-    lines += format_costs("one layer", spec, make_baseline(spec), f"with {spec.heads} key/value heads")
+    lines = [spec.name, "", *(f"  {stage:<10} {text}" for stage, text in spec.formula.items() if text), ""]
+    lines.append(f"  {'one layer':<38} {'this':>14} {'(Q,K,V)':>14}  with {spec.heads} key/value heads")
+    for (name, now), before in zip(count_costs(spec).items(), count_costs(make_baseline(spec)).values(), strict=True):
+        lines.append(f"  {name:<38} {now:>14,} {before:>14,}  {format_change(now, before)}")
     if spec.position == "learned":
         lines.append(
             "  (learned positions live in the decoder, context × width parameters once per model, not per layer)"
@@ -65,24 +66,3 @@ def format_spec(spec: AttentionSpec) -> str:
     if not spec.causal:
         lines.append("  (a bidirectional layer is never cached; the cache figures are those of its causal twin)")
     return "\n".join(lines)
-
-
-def format_decoder(spec: DecoderSpec) -> str:
-    """Name, formula per stage of each kind of layer, and the figures of the model against the same one with (Q,K,V)."""
-    lines = [spec.name]
-    for kind in dict.fromkeys(spec.pattern):
-        layers = [str(layer) for layer, attention in enumerate(spec.attentions) if attention == kind]
-        lines += ["", f"{kind.name}: layers {', '.join(layers)}", *format_formula(kind)]
-    plain = spec.replace(attention=[make_baseline(attention) for attention in spec.pattern])
-    return "\n".join([*lines, "", *format_costs("the model", spec, plain, "in every layer")])
-
-
-def format_formula(spec: AttentionSpec) -> list[str]:
-    return [f"  {stage:<10} {text}" for stage, text in spec.formula.items() if text]
-
-
-def format_costs(what: str, spec: Any, plain: Any, remark: str) -> list[str]:
-    lines = [f"  {what:<38} {'this':>14} {'(Q,K,V)':>14}  {remark}"]
-    for (name, now), before in zip(count_costs(spec).items(), count_costs(plain).values(), strict=True):
-        lines.append(f"  {name:<38} {now:>14,} {before:>14,}  {format_change(now, before)}")
-    return lines

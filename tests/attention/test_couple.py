@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qklab import Attention, AttentionSpec, CouplingSpec, Decoder, recipe, register
-from qklab.attention.couple import Coupling, Forced, GradientForce, list_invertible
+from qklab.attention.couple import Coupling, Forced, list_invertible
+from qklab.attention.forces import GradientForce
 from qklab.ops.coupling import reference
 from qklab.testing import randomise
 

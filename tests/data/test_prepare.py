@@ -220,7 +220,7 @@ def test_limit_bytes_ends_the_training_split(folder: Path, build: Build) -> None
 def test_a_large_vocabulary_is_stored_in_four_bytes(
     folder: Path, build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qklab.data.tokenizer.token_dtype", lambda vocab: np.dtype("<u4"))
+    monkeypatch.setattr("qklab.data.tokenizer.choose_token_dtype", lambda vocab: np.dtype("<u4"))
     corpus = build(folder)
     assert corpus.manifest["content"]["dtype"] == "uint32"
     monkeypatch.undo()

@@ -13,6 +13,7 @@ from corpora import write_files
 from qklab import register
 from qklab.data import DataError, DataSpec, Document, Source, prepare_corpus
 from qklab.data.sources import Stdlib, find_source, parse_split_name
+from qklab.runs.progress import Terminal
 from qklab.schema import SpecError
 
 
@@ -145,7 +146,7 @@ def test_names_that_are_no_utf8_are_shown_safely(tmp_path: Path, capfd: pytest.C
     for name in (b"caf\xe9.txt", b"caf\xe9.html"):
         Path(os.fsdecode(os.path.join(folder, name))).write_text("text " * 9000)
     spec = DataSpec(source=str(tmp_path / "source"), tokenizer="bytes")
-    corpus = prepare_corpus(spec, out=tmp_path / "out", progress=True)
+    corpus = prepare_corpus(spec, out=tmp_path / "out", progress=Terminal().report_bytes)
     assert [row[0] for row in corpus.manifest["source"]["files"]] == ["caf\\xe9.txt"]
     assert "caf\\xe9.html" in capfd.readouterr().err
     with pytest.raises(SpecError, match="source must be UTF-8, since it is written down"):

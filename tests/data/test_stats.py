@@ -4,6 +4,7 @@ import json
 import random
 import re
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 
 from qklab.cli import main
 from qklab.data import Corpus, DataSpec, prepare_corpus
-from qklab.data.stats import entropy, jensen_shannon, length_quantiles, measure_corpus, sample_documents
+from qklab.data.stats import entropy, jensen_shannon, measure_corpus, measure_lengths, sample_documents
+from qklab.runs.progress import Terminal
 
 
 def made(tmp_path: Path, name: str, vocabularies: int, documents: int = 200, words: int = 400) -> Corpus:
@@ -83,7 +85,7 @@ def test_tiny_corpora_have_counts_but_no_measures(tmp_path: Path) -> None:
     corpus = prepare_corpus(DataSpec(source=str(path), tokenizer="bytes", valid=0.3, test=0.0), out=tmp_path / "out")
     stats = measure_corpus(corpus)
     assert (stats["divergence"], stats["vocabulary"], stats["compression"]) == (None, None, None)
-    assert length_quantiles(corpus.splits["test"]) is None
+    assert measure_lengths(corpus.splits["test"]) is None
     assert stats["splits"]["test"]["bytes_per_token"] is None
 
 
@@ -116,14 +118,17 @@ def test_what_the_commands_say(
 def test_progress_in_plain_lines_and_on_a_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("qklab.data.progress.PLAIN_EVERY", 0.0)
+    monkeypatch.setattr("qklab.runs.progress.EVERY", 0.0)
     (tmp_path / "poems.txt").write_text("\n<|endoftext|>\n".join(f"poem {i}" * 1000 for i in range(300)))
     spec = DataSpec(source=str(tmp_path / "poems.txt"), vocab=260)
-    prepare_corpus(spec, out=tmp_path / "plain", progress=True, workers=1)
+    prepare_corpus(spec, out=tmp_path / "plain", progress=Terminal().report_bytes, workers=1)
     out, err = capsys.readouterr()
     assert out == ""
     assert re.search(r"^training a BPE of 260 tokens on 2.\d MB$", err, re.MULTILINE)
-    assert re.search(r"^tokenising: 2 of 2 MB, about \d+ s left$", err, re.MULTILINE)
+    assert re.search(r"^100%  tokenising: 2 of 2 MB, \d+ s left$", err, re.MULTILINE)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    prepare_corpus(spec, out=tmp_path / "terminal", progress=True)
-    assert "training a BPE of 260 tokens" in capsys.readouterr().err
+    with closing(Terminal()) as display:
+        prepare_corpus(spec, out=tmp_path / "terminal", progress=display.report_bytes)
+    err = capsys.readouterr().err
+    assert "training a BPE of 260 tokens" in err
+    assert "tokenising: 2 of 2 MB" in err

@@ -16,12 +16,12 @@ from qklab.data.glue import find_glue_task, read_glue
 from qklab.hf.evaluate import evaluate_folder
 from qklab.hf.finetune import FineTuning, finetune
 from qklab.runs.directory import RunDirectory, RunError
+from qklab.runs.progress import Display
 from qklab.schema import SpecError
 from qklab.study.execute import Study
 from qklab.study.metrics import find_metric
 from qklab.study.spec import StudySpec
 from qklab.train.launch import train_population
-from qklab.train.progress import Display
 from qklab.train.settings import resolve_run
 
 WORDS = ["a", "the", "cat", "dog", "sat", "ran", "on", "in", "big", "red"]

@@ -8,7 +8,6 @@ import torch
 
 from qklab import AttentionSpec, Decoder, DecoderSpec, SpecError, recipe
 from qklab.attention import KeyValueCache, SharedCache
-from qklab.describe import format_decoder
 from qklab.model.decoder import locate_tokens
 from qklab.train.settings import resolve_run
 
@@ -96,13 +95,3 @@ def test_a_hybrid_shows_what_its_windows_save() -> None:
     spec = build_spec((local,) * 5 + (whole,), layers=6)
     assert spec.name == "6×16 swiglu · 5× (Q,K,V) · window 512 | (Q,K,V) · base 1e+06"
     assert spec.cache_bytes(32_768) == (5 * 512 + 32_768) * A.cache_bytes(1)
-    (cache,) = [line for line in format_decoder(spec).splitlines() if "cache bytes at 32,768" in line]
-    assert cache.split()[-2:] == ["−82", "%"]
-
-
-def test_a_model_is_described_kind_by_kind() -> None:
-    lines = format_decoder(build_spec((A, A, B))).splitlines()
-    assert "(Q,K,V): layers 0, 1, 3" in lines
-    assert "(Q,K=V): layers 2" in lines
-    (cache,) = [line for line in lines if "cache bytes per token" in line]
-    assert cache.split()[-4:] == ["224", "256", "−12.5", "%"]

@@ -229,11 +229,11 @@ def test_gradients_are_refused() -> None:
 @on_kernel
 def test_the_context_is_split() -> None:
     """So that the tests above are about several chunks a row."""
-    from qklab.ops.decode.triton import chunk_slots
+    from qklab.ops.decode.triton import choose_chunk
 
-    assert chunk_slots(S=150, programs=4, at_once=6, block_n=32) == 64
-    assert chunk_slots(S=150, programs=4, at_once=396, block_n=32) == 64
-    assert chunk_slots(S=1, programs=4, at_once=396, block_n=32) == 32
+    assert choose_chunk(S=150, programs=4, at_once=6, block_n=32) == 64
+    assert choose_chunk(S=150, programs=4, at_once=396, block_n=32) == 64
+    assert choose_chunk(S=1, programs=4, at_once=396, block_n=32) == 32
 
 
 @on_gpu

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qklab.ops.differential import FORMS, Form, differential, differential_v2, reference
+from qklab.ops.differential import differential, differential_v2, reference
 from qklab.testing.numerics import close
 
 SCALE = 0.4
@@ -33,14 +33,13 @@ def with_gradients(o: Tensor, inputs: list[Tensor]) -> list[Tensor]:
     return [o.detach(), *torch.autograd.grad(o.square().sum(), inputs)]
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("H", "G"), [(2, 2), (4, 4), (8, 2), (12, 4)])
-def test_v1_is_its_definition(H: int, G: int, form: Form) -> None:
+def test_v1_is_its_definition(H: int, G: int) -> None:
     q, k, v = example(7, H, G)
     weight = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
     mask = torch.ones(7, 7, dtype=torch.bool).tril()
     expected = reference.differential(q, k, v, weight, SCALE, mask)
-    actual = differential(q, k, v, weight, causal, form)
+    actual = differential(q, k, v, weight, causal)
     assert actual.shape == (2, 7, H // 2, 12)
     for mine, true in zip(*(with_gradients(o, [q, k, v, weight]) for o in (actual, expected)), strict=True):
         close(mine, true)
@@ -68,8 +67,7 @@ def test_v2_is_its_definition(H: int, G: int) -> None:
         close(mine, true)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_keys_and_values_are_never_copied(form: Form) -> None:
+def test_keys_and_values_are_never_copied() -> None:
     q, k, v = (tensor.detach() for tensor in example(1, 4, 2, S=9))
     seen: list[Tensor] = []
 
@@ -77,7 +75,7 @@ def test_keys_and_values_are_never_copied(form: Form) -> None:
         seen.extend((k, v))
         return q.new_zeros(*q.shape[:3], v.shape[3])
 
-    differential(q, k, v, torch.tensor(0.3), plain, form)
+    differential(q, k, v, torch.tensor(0.3), plain)
     own = {tensor.untyped_storage().data_ptr() for tensor in (k, v)}
     assert {tensor.untyped_storage().data_ptr() for tensor in seen} == own
 
@@ -91,7 +89,5 @@ def test_wrong_shapes_are_refused() -> None:
         differential(q, k, v[..., :3], weight, causal)
     with pytest.raises(ValueError, match=r"^λ must be a number, or \[members\] dividing the 2 rows .* but \[3\] came"):
         differential(q, k, v, torch.zeros(3), causal)
-    with pytest.raises(ValueError, match=r"did you mean 'halves'"):
-        differential(q, k, v, weight, causal, "half")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"a weight per token and head, .* weight \[\]"):
         differential_v2(q, k, v, weight, causal)

@@ -16,7 +16,7 @@ from fabricated import CONTEXT, HEADS, LAYERS, TrainTiny
 from qklab.data import Corpus, DataSpec, prepare_corpus
 from qklab.model.diagnose import diagnose
 from qklab.report import inspect as inspect_module
-from qklab.report.inspect import inspect_run, load_inspection, read_attention, token_text
+from qklab.report.inspect import decode_token, inspect_run, load_inspection, read_attention
 from qklab.report.page import fill_template, pack_maps
 from qklab.runs.directory import RunDirectory, RunError
 from qklab.train.load import load_model
@@ -180,10 +180,10 @@ def test_any_token_is_shown_without_control_characters(browser: Browser, content
 def test_a_diverged_model_is_shown_as_such(
     run: Path, browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    model, tokenizer = load_model(run)
+    model, _ = load_model(run)
     with torch.no_grad():
         model.embed.weight.fill_(math.nan)
-    monkeypatch.setattr(inspect_module, "load_model", lambda *_: (model, tokenizer))
+    monkeypatch.setattr(inspect_module, "load_decoder", lambda *_: model)
     inspect_run(run, TEXT, tmp_path)
     content = json.loads((tmp_path / "inspect.json").read_text(), parse_constant=pytest.fail)
     assert content["diagnostics"]["entropy"] == [[None] * HEADS] * LAYERS
@@ -212,7 +212,7 @@ def test_empty_text_is_the_first_validation_window(run: Path, corpus: Path, tmp_
     stream = split.read(0, CONTEXT)
     found = read_attention(run, "  \n", tokens=CONTEXT)
     _, tokenizer = load_model(run)
-    assert found["tokens"] == [token_text(tokenizer, int(token)) for token in stream]
+    assert found["tokens"] == [decode_token(tokenizer, int(token)) for token in stream]
     begins = int(split.starts[1])
     assert 0 < begins < CONTEXT  # a second document is in the window, and is blind to the first
     maps = np.array(found["layers"]["last"]["maps"])
@@ -299,11 +299,3 @@ def test_without_text_and_corpus_a_text_is_asked_for(run: Path, tmp_path: Path):
         read_attention(copy, "")
     assert one_sentence(caught.value)
     assert read_attention(copy, "abc")["tokens"] == ["<|endoftext|>", "a", "b", "c"]
-
-
-def test_a_checkpoint_saved_meanwhile_is_not_mistaken(run: Path, monkeypatch: pytest.MonkeyPatch):
-    """The step that is told is that of the weights."""
-    steps = iter([4, 8, 8, 8])
-    monkeypatch.setattr(inspect_module, "find_step", lambda *_: next(steps))
-    assert load_inspection(run, "a").step == 8
-    assert next(steps, None) is None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qklab.runs import RunDirectory
+from qklab.runs.progress import Display
 from qklab.study.execute import Study, StudyInterrupted
 from qklab.study.executors import Executor, RunTask, Unit, WorkerSlots
 from qklab.study.executors.local import LocalExecutor
@@ -17,7 +18,6 @@ from qklab.study.executors.worker import POLL, perform_runs
 from qklab.study.plan import PlannedRun
 from qklab.study.records import RunResult
 from qklab.study.spec import StudySpec
-from qklab.train.progress import Display
 
 STEPS = 60
 CLOCKS = ("seconds", "tokens_per_second", "peak_memory_bytes", "seconds_of_last_process")

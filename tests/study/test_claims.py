@@ -166,7 +166,7 @@ STUDY = {"baseline": "a", "arms": {"a": {}, "b": {"z_loss": 0.1}}}
 
 
 def test_a_study_names_one_claim_or_several() -> None:
-    one, several = StudySpec.from_dict(STUDY | {"claim": CLAIM}), StudySpec.from_dict(STUDY | {"claims": [CLAIM]})
+    one, several = StudySpec.from_dict(STUDY | {"claims": CLAIM}), StudySpec.from_dict(STUDY | {"claims": [CLAIM]})
     assert one.claims == several.claims == (Claim.from_dict(CLAIM),)
     assert StudySpec.from_dict(one.to_dict()) == one
     assert one.fingerprint == StudySpec.from_dict(STUDY).fingerprint  # no run changes by it

@@ -31,6 +31,7 @@ from small_study import (
 )
 
 from qklab.runs import RunDirectory
+from qklab.runs.signals import StopRequest
 from qklab.study import execute
 from qklab.study.execute import Study, StudyInterrupted
 from qklab.study.executors import RunTask, Unit, WorkerSlots, local, worker
@@ -40,7 +41,6 @@ from qklab.study.plan import plan_tuning_runs
 from qklab.study.records import is_in_use
 from qklab.study.spec import StudyError
 from qklab.train.launch import Outcome
-from qklab.train.signals import StopRequest
 from qklab.train.spec import ExecutionSpec, RunSpec
 
 # killed and stopped

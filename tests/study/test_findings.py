@@ -184,10 +184,10 @@ def test_bits_per_byte_are_told_as_such() -> None:
 def test_analyses_are_counted_once_for_each_number_of_seeds(tmp_path: Path) -> None:
     assert read_analyses(tmp_path) == Analyses()
     for seeds in (3, 3, 6):
-        read_analyses(tmp_path).add(seeds, 2, "again {more}").write(tmp_path)
+        read_analyses(tmp_path).add(seeds, 2, "again {total}").write(tmp_path)
     found = read_analyses(tmp_path)
-    assert (found.seeds, len(found.taken), found.at_once, found.command) == ([3, 6], 2, 2, "again {more}")
-    assert found.add(6, 2, "").command == "again {more}"
+    assert (found.seeds, len(found.taken), found.at_once, found.command) == ([3, 6], 2, 2, "again {total}")
+    assert found.add(6, 2, "").command == "again {total}"
     (tmp_path / "analyses.json").write_text(json.dumps({"taken": 3}))
     with pytest.raises(StudyError, match=r"analyses\.json cannot be read"):
         read_analyses(tmp_path)

@@ -27,6 +27,7 @@ from small_study import (
     until,
 )
 
+from qklab.runs.progress import Display
 from qklab.study import execute
 from qklab.study.execute import Study, StudyInterrupted
 from qklab.study.executors import Unit, WorkerSlots, ray
@@ -42,7 +43,6 @@ from qklab.study.plan import PlannedRun
 from qklab.study.records import StudyRecord, is_in_use, read_study_record
 from qklab.study.remote import RemoteStudy
 from qklab.study.spec import StudyError, StudySpec
-from qklab.train.progress import Display
 
 
 @pytest.fixture

@@ -12,14 +12,15 @@ from scipy import stats as scipy_stats
 
 from qklab.study.metrics import Metric, find_metric
 from qklab.study.stats.equivalence import assess_equivalence
-from qklab.study.stats.interim import alpha_of_each, false_alarm_bound
 from qklab.study.stats.paired import (
     ANECDOTE,
     IDENTICAL,
     DifferenceSample,
     adjust_holm,
+    alpha_of_each,
     bootstrap_interval,
     compare_paired,
+    false_alarm_bound,
     find_outlier,
     separate_diverged,
 )

@@ -89,9 +89,9 @@ def test_a_population_that_was_stopped_goes_on_together_or_alone(
     settings: Settings, whole: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     specs, execution = members(settings)
-    plain = Loop.stopping
+    plain = Loop.should_stop
     with monkeypatch.context() as patch:
-        patch.setattr(Loop, "stopping", lambda self, stop: plain(self, stop) or self.state.step == 7)
+        patch.setattr(Loop, "should_stop", lambda self, stop: plain(self, stop) or self.state.step == 7)
         outcomes = train_population(specs, places(tmp_path), execution)
     assert [outcome.status for outcome in outcomes] == ["interrupted"] * 3
     shutil.copytree(tmp_path, tmp_path.with_name("apart"))
@@ -173,9 +173,9 @@ def test_a_damaged_checkpoint_costs_its_own_member_alone(
     settings: Settings, whole: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     specs, execution = members(settings, execution={"checkpoint_steps": 3, "keep": 3})
-    plain = Loop.stopping
+    plain = Loop.should_stop
     with monkeypatch.context() as patch:
-        patch.setattr(Loop, "stopping", lambda self, stop: plain(self, stop) or self.state.step == 9)
+        patch.setattr(Loop, "should_stop", lambda self, stop: plain(self, stop) or self.state.step == 9)
         train_population(specs, places(tmp_path), execution)
     newest = max((places(tmp_path)[1] / "checkpoints").glob("step-*"))
     for file in newest.glob("*.safetensors"):
@@ -193,9 +193,9 @@ def test_a_run_that_never_began_sets_nobody_back(
     settings: Settings, whole: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     specs, execution = members(settings)
-    plain = Loop.stopping
+    plain = Loop.should_stop
     with monkeypatch.context() as patch:
-        patch.setattr(Loop, "stopping", lambda self, stop: plain(self, stop) or self.state.step == 3)
+        patch.setattr(Loop, "should_stop", lambda self, stop: plain(self, stop) or self.state.step == 3)
         train_population(specs[:2], places(tmp_path)[:2], execution)
     began = note_groups(monkeypatch)
     train_population(specs, places(tmp_path), execution)

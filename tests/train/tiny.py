@@ -34,8 +34,8 @@ def tiny(folder: Path, /, **changes: Any) -> tuple[RunSpec, ExecutionSpec]:
 def train_until(step: int | None, spec: RunSpec, execution: ExecutionSpec, folder: Path) -> str:
     """Train up to a step, where someone asks to stop, or to the end; how it ended."""
     with pytest.MonkeyPatch.context() as patch:
-        plain = Loop.stopping
-        patch.setattr(Loop, "stopping", lambda self, stop: plain(self, stop) or self.state.step == step)
+        plain = Loop.should_stop
+        patch.setattr(Loop, "should_stop", lambda self, stop: plain(self, stop) or self.state.step == step)
         return train(spec, folder, execution).status
 
 

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from qklab import register
-from qklab.attention.couple import FORCES, Coupling
+from qklab.attention.couple import Coupling
+from qklab.attention.forces import FORCES
 from qklab.schema import Rule, Spec, choice_field, integer_field, number_field, require_value
 
 SHARINGS = ("per-layer", "per-head")

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qklab.attention.couple import Affine, Coupling, Uncoupled, choose_force_width, uniform_
+from qklab.attention.couple import Affine, Coupling, Uncoupled, choose_force_width
+from qklab.attention.draw import uniform_
 from qklab.ops.members import spread_members
 
 if TYPE_CHECKING:

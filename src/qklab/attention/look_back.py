@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from qklab import register
-from qklab.attention.couple import Coupling, uniform_
+from qklab.attention.couple import Coupling
+from qklab.attention.draw import uniform_
 from qklab.attention.past import Past
 from qklab.ops.members import spread_members
 from qklab.ops.norm import rms_norm

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from qklab import register
+from qklab.attention.draw import normal_
 from qklab.attention.finish import exclude_own_value
 from qklab.attention.positions import Positions, rotate_every
 from qklab.attention.visibility import Visibility, render_mask, render_range, split_band
@@ -144,9 +145,7 @@ class SinkLogits(nn.Module):
         self.reset()
 
     def reset(self, generator: torch.Generator | None = None) -> None:
-        with torch.no_grad():
-            drawn = torch.empty(self.logits.shape, device="cpu", dtype=torch.float32)
-            self.logits.copy_(drawn.normal_(0, 0.02, generator=generator))
+        normal_(self.logits, 0.02, generator)
 
     def forward(self, q: Tensor) -> Tensor:
         """[H], or [B, H] for the rows of q [B, T, H, D] where they belong to members."""
@@ -250,9 +249,7 @@ class Differential(Mix):
 
     def reset(self, generator: torch.Generator | None = None) -> None:
         for lambdas in (self.query_lambdas, self.key_lambdas):
-            with torch.no_grad():
-                drawn = torch.empty(lambdas.shape, device="cpu", dtype=torch.float32)
-                lambdas.copy_(drawn.normal_(0, 0.1, generator=generator))
+            normal_(lambdas, 0.1, generator)
         if self.gain is not None:
             nn.init.ones_(self.gain)
 

@@ -14,21 +14,21 @@ def nearest_divisor(of: int, to: int, even: bool = False) -> int:
     return min((d for d in divisors if not even or d % 2 == 0), key=lambda d: (abs(d - to), d))
 
 
-def rope_repair(s: Any) -> dict[str, Any]:
+def repair_rope(s: Any) -> dict[str, Any]:
     if s.rope_fraction == 1.0 or s.head_width < 2:
         return {"head_width": s.head_width + 1, "rope_fraction": 1.0}
     rotated = min(max(2, 2 * round(s.head_width * s.rope_fraction / 2)), s.head_width - s.head_width % 2)
     return {"rope_fraction": rotated / s.head_width}
 
 
-def rope_is_uneven(s: Any) -> bool:
+def is_rope_uneven(s: Any) -> bool:
     if s.position != "rope" or s.latent is not None:
         return False
     rotated = s.head_width * s.rope_fraction
     return abs(rotated - round(rotated)) > 1e-6 or round(rotated) % 2 != 0 or round(rotated) == 0
 
 
-def key_shift_repair(s: Any) -> dict[str, Any]:
+def repair_key_shift(s: Any) -> dict[str, Any]:
     if s.position != "rope" or s.head_width < 4:
         return {"key_shift": False}
     return {"rope_fraction": s.head_width // 4 * 2 / s.head_width}
@@ -125,15 +125,15 @@ RULES = (
     ),
     Rule(
         "head_width",
-        lambda s: s.rope_fraction == 1.0 and rope_is_uneven(s),
+        lambda s: s.rope_fraction == 1.0 and is_rope_uneven(s),
         lambda s: "RoPE turns pairs of entries, so the head width must be even",
-        rope_repair,
+        repair_rope,
     ),
     Rule(
         "rope_fraction",
-        rope_is_uneven,
+        is_rope_uneven,
         lambda s: f"RoPE turns pairs of entries, so it must cover an even number of the {s.head_width}",
-        rope_repair,
+        repair_rope,
     ),
     require_value("rope_fraction", 1.0, has_no_rope, lambda s: f"position={s.position!r} rotates nothing"),
     require_value("rope_base", 10_000.0, has_no_rope, lambda s: f"position={s.position!r} rotates nothing"),
@@ -147,7 +147,7 @@ RULES = (
         "key_shift",
         lambda s: s.key_shift and s.rotated_width in (0, s.head_width),
         lambda s: "it moves the entries that RoPE leaves, which must be some and not all",
-        key_shift_repair,
+        repair_key_shift,
     ),
     require_value(
         "value_norm",

@@ -6,12 +6,12 @@ import operator
 import os
 import signal
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Annotated, Any, NoReturn
 
+from qklab.runs.signals import SIGNALS, replace_handlers
 from qklab.schema import suggest_name
 
 COMMANDS = {  # the command NAME is the class NameCommand of qklab.cli.NAME
@@ -80,16 +80,11 @@ def leave_on_signals() -> Iterator[None]:
         os.write(2, shown + f"qklab: stopped at once by {name}; what was saved before is still there.\n".encode())
         os._exit(128 + number)
 
-    before: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                before[number] = signal.signal(number, leave)
+    restore = replace_handlers(leave, [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN])
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        restore()
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -55,11 +55,11 @@ class CompareCommand:
 
     def execute(self) -> int:
         from qklab.cli.study import execute_and_report
+        from qklab.runs.progress import Terminal
         from qklab.study import compare
         from qklab.study.execute import Study
         from qklab.study.executors.local import LocalExecutor
         from qklab.study.records import read_study_record
-        from qklab.train.progress import Terminal
 
         began = time.monotonic()
         given = {"column": self.column, "encoding": self.encoding, "skip_bad": self.skip_bad or None}

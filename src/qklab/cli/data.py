@@ -1,5 +1,6 @@
 import dataclasses
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,9 +32,14 @@ class PrepareAction(CorpusFlags):
 
     def execute(self) -> int:
         from qklab.data.prepare import prepare_corpus
+        from qklab.runs.progress import Terminal
 
         spec = build_data_spec(self)
-        print(describe_corpus(prepare_corpus(spec, data=self.data, out=self.out, workers=self.workers, progress=True)))
+        with closing(Terminal()) as display:
+            corpus = prepare_corpus(
+                spec, data=self.data, out=self.out, workers=self.workers, progress=display.report_bytes
+            )
+        print(describe_corpus(corpus))
         return 0
 
 
@@ -53,8 +59,10 @@ class StatsAction(CorpusFlags):
     def execute(self) -> int:
         from qklab.data.prepare import prepare_corpus
         from qklab.data.stats import measure_corpus
+        from qklab.runs.progress import Terminal
 
-        stats = measure_corpus(prepare_corpus(build_data_spec(self), data=self.data, progress=True))
+        with closing(Terminal()) as display:
+            stats = measure_corpus(prepare_corpus(build_data_spec(self), data=self.data, progress=display.report_bytes))
         print(json.dumps(stats, indent=2, ensure_ascii=False) if self.json else format_stats(stats))
         return 0
 

@@ -58,11 +58,11 @@ class StudyCommand:
 
     def execute(self) -> int:
         from qklab import register
+        from qklab.runs.progress import Terminal
         from qklab.study.execute import Study
         from qklab.study.plan import encode_file_name
         from qklab.study.remote import RemoteStudy, is_url
         from qklab.study.spec import read_study
-        from qklab.train.progress import Terminal
 
         if self.merge:
             return self.merge_slices()

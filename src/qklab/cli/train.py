@@ -59,8 +59,8 @@ class TrainCommand(make_run_flags()):
     quiet: bool = False
 
     def execute(self) -> int:
+        from qklab.runs.progress import QuietDisplay, Terminal
         from qklab.train import launch
-        from qklab.train.progress import QuietDisplay, Terminal
         from qklab.train.resume import resolve_request
 
         values = collect_given(self)

@@ -15,8 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from qklab.data.documents import SelectedDocument, Tally, needs_positions, refuse_empty, select_documents
-from qklab.data.progress import ReportProgress, open_progress
-from qklab.data.scan import PLAN, POSITION, deciding_settings, digest_source, refuse_changed, scan_or_resume
+from qklab.data.scan import (
+    PLAN,
+    POSITION,
+    ReportProgress,
+    digest_source,
+    refuse_changed,
+    scan_or_resume,
+    select_deciding_settings,
+)
 from qklab.data.shards import FORMAT, MANIFEST, TOKENIZER, UNFINISHED, Corpus, ShardWriter, hash_content
 from qklab.data.sources import SPLITS, Source, find_source, find_source_path
 from qklab.data.spec import DataError, DataSpec
@@ -36,13 +43,13 @@ def prepare_corpus(
     data: str | os.PathLike[str] | None = None,
     out: str | os.PathLike[str] | None = None,
     workers: int | None = None,
-    progress: bool | ReportProgress = False,
+    progress: ReportProgress | None = None,
 ) -> Corpus:
     """The prepared corpus of `spec`, from the folder `out` (default: one in the cache) or made there now.
 
     `data` is a folder of corpora to look for the source and for GPT-2's tokenizer in; `workers` processes tokenise
-    (default: one per processor) and never change the result; `progress` is True for a line on stderr, or a function
-    of (what is done, bytes done, bytes in all). A `spec.source` that is a prepared corpus is opened as it is.
+    (default: one per processor) and never change the result; `progress` is a function of (what is done, bytes done,
+    bytes in all). A `spec.source` that is a prepared corpus is opened as it is.
     """
     if workers is not None and not 1 <= workers <= MOST_WORKERS:
         raise DataError(f"workers must be a number from 1 to {MOST_WORKERS}, but {workers} came.")
@@ -51,31 +58,30 @@ def prepare_corpus(
     if path is not None and (path / MANIFEST).is_file():
         return Corpus.open(path)
     source = find_source(spec.source, data, spec)
-    folder = Path(out) if out is not None else cache_folder(spec, source)
-    with open_progress(progress) as report:
-        if (folder / MANIFEST).exists():
-            return open_finished(folder, spec, source, report)
-        try:
-            if folder.exists() and any(folder.iterdir()) and not (folder / UNFINISHED).exists():
-                raise DataError(f"{folder} is not empty and holds no corpus; choose another folder (--out).")
-            (folder / UNFINISHED).mkdir(parents=True, exist_ok=True)
-            with lock_folder(folder, report):
-                if (folder / MANIFEST).exists():
-                    return open_finished(folder, spec, source, report)
-                try:
-                    build_corpus(folder, spec, source, data, workers or count_cores(), report)
-                except DataError:
-                    if not (folder / UNFINISHED / PLAN).exists():  # there is nothing to keep
-                        shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
-                        with contextlib.suppress(OSError):
-                            folder.rmdir()
-                    raise
-                shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
-        except OSError as error:
-            raise DataError(
-                f"{folder} cannot be written: {error.strerror or error}; finished shards are kept, run again when it "
-                "can."
-            ) from error
+    folder = Path(out) if out is not None else find_corpus_folder(spec, source)
+    report = progress or (lambda *_: None)
+    if (folder / MANIFEST).exists():
+        return open_finished(folder, spec, source, report)
+    try:
+        if folder.exists() and any(folder.iterdir()) and not (folder / UNFINISHED).exists():
+            raise DataError(f"{folder} is not empty and holds no corpus; choose another folder (--out).")
+        (folder / UNFINISHED).mkdir(parents=True, exist_ok=True)
+        with lock_folder(folder, report):
+            if (folder / MANIFEST).exists():
+                return open_finished(folder, spec, source, report)
+            try:
+                build_corpus(folder, spec, source, data, workers or count_cores(), report)
+            except DataError:
+                if not (folder / UNFINISHED / PLAN).exists():  # there is nothing to keep
+                    shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
+                    with contextlib.suppress(OSError):
+                        folder.rmdir()
+                raise
+            shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
+    except OSError as error:
+        raise DataError(
+            f"{folder} cannot be written: {error.strerror or error}; finished shards are kept, run again when it can."
+        ) from error
     return Corpus.open(folder)
 
 
@@ -95,9 +101,9 @@ def refuse_unusable(spec: DataSpec, data: Path | None) -> None:
     refuse_empty(source.name, tally, spec, source.splits)
 
 
-def cache_folder(spec: DataSpec, source: Source) -> Path:
+def find_corpus_folder(spec: DataSpec, source: Source) -> Path:
     """Where a corpus is kept unless told otherwise; a changed source or spec gets another folder."""
-    settings = {**deciding_settings(spec.to_dict()), "format": FORMAT, "source": source.list_contents()}
+    settings = {**select_deciding_settings(spec.to_dict()), "format": FORMAT, "source": source.list_contents()}
     name = re.sub(r"[^A-Za-z0-9]+", "-", spec.source).strip("-")[-40:] or "corpus"
     return find_cache_root() / "corpora" / f"{name}-{hash_content(settings)[:12]}"
 
@@ -132,7 +138,7 @@ def lock_folder(folder: Path, report: ReportProgress) -> Iterator[None]:
 def open_finished(folder: Path, spec: DataSpec, source: Source, report: ReportProgress) -> Corpus:
     """The corpus in `folder`, if it is the one that `spec` and `source` would make."""
     corpus = Corpus.open(folder)
-    there, wanted = deciding_settings(corpus.manifest["spec"]), deciding_settings(spec.to_dict())
+    there, wanted = select_deciding_settings(corpus.manifest["spec"]), select_deciding_settings(spec.to_dict())
     differing = [name for name in wanted if there.get(name) != wanted[name]]
     if differing:
         name = differing[0]

@@ -3,6 +3,7 @@
 import contextlib
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from qklab.data.documents import (
     refuse_empty,
     select_documents,
 )
-from qklab.data.progress import ReportProgress
 from qklab.data.shards import TOKENIZER, UNFINISHED
 from qklab.data.sources import SPLITS, Source, list_data_folders
 from qklab.data.spec import DataError, DataSpec
@@ -23,10 +23,11 @@ from qklab.data.workers import train_in_worker
 from qklab.runs.files import replace_file, write_json
 
 PLAN = "plan.json"
+ReportProgress = Callable[[str, int, int], None]  # what is done, bytes done, bytes in all; a sentence, 0, 0
 HASH, POSITION = "hash", "position"  # what decides over the split of a document
 
 
-def deciding_settings(spec: dict[str, Any]) -> dict[str, Any]:
+def select_deciding_settings(spec: dict[str, Any]) -> dict[str, Any]:
     """What of a spec decides over the corpus: not how its source is spelt, nor a vocabulary that is not trained."""
     kept = {name: value for name, value in spec.items() if name != "source"}
     if kept["tokenizer"] != "bpe":
@@ -71,7 +72,7 @@ def scan_or_resume(
             record.unlink()  # of shards whose plan is lost
         plan = scan_source(folder, spec, source, data, report)
         write_json(path, {**plan, "files": contents, "spec": spec.to_dict()})
-    elif deciding_settings(plan["spec"]) != deciding_settings(spec.to_dict()):
+    elif select_deciding_settings(plan["spec"]) != select_deciding_settings(spec.to_dict()):
         raise DataError(f"{folder} holds an unfinished corpus of another spec; choose another folder or delete it.")
     elif plan["files"] != contents:
         now = digest_source(source, spec, report, plan.get("split_by") == POSITION)

@@ -15,7 +15,7 @@ import numpy as np
 
 from qklab.data.sources import SPLITS
 from qklab.data.spec import DataError
-from qklab.data.tokenizer import Tokenizer, canonical_json
+from qklab.data.tokenizer import Tokenizer, format_canonical_json
 from qklab.runs.files import hash_file, replace_file, write_bytes, write_json
 
 FORMAT = 1
@@ -131,7 +131,7 @@ class Corpus:
 
 
 def hash_content(content: object) -> str:
-    return hashlib.sha256(canonical_json(content)).hexdigest()
+    return hashlib.sha256(format_canonical_json(content)).hexdigest()
 
 
 class ShardWriter:

@@ -28,10 +28,10 @@ def measure_corpus(corpus: Corpus, split: str = "train") -> dict[str, Any]:
         "tokenizer": corpus.manifest["content"]["tokenizer"],
         "splits": {name: count_split(each) for name, each in corpus.splits.items()},
         "measured": split,
-        "document_tokens": length_quantiles(measured),
-        "divergence": divergence(measured, corpus.tokenizer.vocab),
-        "vocabulary": vocabulary_growth(measured, corpus),
-        "compression": concatenation_gain(measured, corpus),
+        "document_tokens": measure_lengths(measured),
+        "divergence": measure_divergence(measured, corpus.tokenizer.vocab),
+        "vocabulary": measure_vocabulary_growth(measured, corpus),
+        "compression": measure_concatenation_gain(measured, corpus),
     }
 
 
@@ -47,7 +47,7 @@ def count_split(split: Split) -> dict[str, Any]:
     }
 
 
-def length_quantiles(split: Split) -> dict[str, float] | None:
+def measure_lengths(split: Split) -> dict[str, float] | None:
     """Tokens per document, end-of-text not counted, at the quantiles."""
     if not split.documents:
         return None
@@ -73,11 +73,11 @@ def entropy(tokens: np.ndarray) -> float:
     return float(-(frequencies * np.log2(frequencies)).sum())
 
 
-def mean_and_error(values: np.ndarray) -> dict[str, float]:
+def find_mean_and_error(values: np.ndarray) -> dict[str, float]:
     return {"mean": float(np.mean(values)), "standard_error": float(np.std(values, ddof=1) / math.sqrt(len(values)))}
 
 
-def divergence(split: Split, vocab: int) -> dict[str, Any] | None:
+def measure_divergence(split: Split, vocab: int) -> dict[str, Any] | None:
     """Between-document against within-document unigram divergence, in topic and in style.
 
     Aᵢ and Bᵢ are the first `PART_TOKENS` tokens of document i and the next. Within: mean JSD(Aᵢ, Bᵢ); between: mean
@@ -92,16 +92,16 @@ def divergence(split: Split, vocab: int) -> dict[str, Any] | None:
     frequent = np.argsort(-np.bincount(parts.ravel(), minlength=vocab), kind="stable")[:FREQUENT]
     style = np.zeros(vocab, np.int64)
     style[frequent] = 1 + np.arange(len(frequent))
-    return {"documents": len(documents), "topic": gap(parts), "style": gap(style[parts])}
+    return {"documents": len(documents), "topic": measure_gap(parts), "style": measure_gap(style[parts])}
 
 
-def gap(parts: np.ndarray) -> dict[str, dict[str, float]]:
+def measure_gap(parts: np.ndarray) -> dict[str, dict[str, float]]:
     """Within, between and their difference for parts [documents, 2 · PART_TOKENS]."""
     firsts, seconds = parts[:, :PART_TOKENS], parts[:, PART_TOKENS:]
     within = np.array([jensen_shannon(a, b) for a, b in zip(firsts, seconds, strict=True)])
     between = np.array([jensen_shannon(a, b) for a, b in zip(firsts, np.roll(seconds, -1, axis=0), strict=True)])
     measures = {"within": within, "between": between, "gap": between - within}
-    return {name: mean_and_error(values) for name, values in measures.items()}
+    return {name: find_mean_and_error(values) for name, values in measures.items()}
 
 
 def read_texts(split: Split, corpus: Corpus, documents: np.ndarray) -> Iterator[bytes]:
@@ -111,7 +111,7 @@ def read_texts(split: Split, corpus: Corpus, documents: np.ndarray) -> Iterator[
         yield b"".join(map(pieces.__getitem__, split.read(start + 1, stop).tolist()))
 
 
-def vocabulary_growth(split: Split, corpus: Corpus) -> dict[str, Any] | None:
+def measure_vocabulary_growth(split: Split, corpus: Corpus) -> dict[str, Any] | None:
     """Heaps' law V(n) ≈ K nᵝ: distinct words among the first n words of the shuffled documents, n = 1000, 2000, 4000 …
 
     Words are what stands between white space, so that the measure does not depend on the tokenizer. β is the slope of
@@ -138,11 +138,11 @@ def vocabulary_growth(split: Split, corpus: Corpus) -> dict[str, Any] | None:
     return {"words": words, "exponent": float(slope), "factor": float(np.exp(intercept)), "curve": curve}
 
 
-def compressed_size(raw: bytes) -> int:
+def measure_compressed_size(raw: bytes) -> int:
     return len(lzma.compress(raw, format=lzma.FORMAT_RAW, filters=RAW_LZMA))
 
 
-def concatenation_gain(split: Split, corpus: Corpus) -> dict[str, Any] | None:
+def measure_concatenation_gain(split: Split, corpus: Corpus) -> dict[str, Any] | None:
     """1 − C(d₁d₂…dₙ) / Σ C(dᵢ): what LZMA saves by seeing n documents together, each its first `PIECE_BYTES` bytes.
 
     Pieces of one size, because a compressor gains on longer texts whatever they are.
@@ -155,5 +155,5 @@ def concatenation_gain(split: Split, corpus: Corpus) -> dict[str, Any] | None:
             break
     if len(pieces) < 8:
         return None
-    apart, together = sum(map(compressed_size, pieces)), compressed_size(b"".join(pieces))
+    apart, together = sum(map(measure_compressed_size, pieces)), measure_compressed_size(b"".join(pieces))
     return {"documents": len(pieces), "apart": apart, "together": together, "gain": 1 - together / apart}

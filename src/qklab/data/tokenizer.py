@@ -33,12 +33,12 @@ CACHED_CHUNKS = 2**18
 CACHED_LENGTH = 48
 
 
-def canonical_json(content: object) -> bytes:
+def format_canonical_json(content: object) -> bytes:
     """The one way a JSON value is written where its hash counts."""
     return json.dumps(content, ensure_ascii=False, sort_keys=True, separators=(",", ":")).encode()
 
 
-def token_dtype(vocab: int) -> np.dtype:
+def choose_token_dtype(vocab: int) -> np.dtype:
     """Little-endian uint16 where it is enough, else uint32."""
     return np.dtype("<u2" if vocab <= 2**16 else "<u4")
 
@@ -60,13 +60,13 @@ class Tokenizer:
 
     def __init__(self, definition: dict[str, Any]):
         self.definition = definition
-        self.pieces = token_bytes(definition)
+        self.pieces = list_token_bytes(definition)
         self.vocab = len(self.pieces)
         self.eot = self.vocab - 1
-        self.hash = hashlib.sha256(canonical_json({"format": FORMAT, **definition})).hexdigest()
+        self.hash = hashlib.sha256(format_canonical_json({"format": FORMAT, **definition})).hexdigest()
         text = definition["kind"] != "symbols"  # symbols stand for no text, and so for no bytes of it
         self.byte_lengths = np.array([len(piece) * text for piece in self.pieces], np.int64)
-        self.dtype = token_dtype(self.vocab)
+        self.dtype = choose_token_dtype(self.vocab)
 
     @functools.cached_property
     def encode_batch(self) -> Callable[[Sequence[str]], list[np.ndarray]]:
@@ -99,7 +99,7 @@ class Tokenizer:
         return b"".join(raw).decode(errors="replace")
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        write_bytes(Path(path), canonical_json({"format": FORMAT, **self.definition}) + b"\n")
+        write_bytes(Path(path), format_canonical_json({"format": FORMAT, **self.definition}) + b"\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -143,7 +143,7 @@ class Tokenizer:
         return tokenizer
 
 
-def token_bytes(definition: dict[str, Any]) -> list[bytes]:
+def list_token_bytes(definition: dict[str, Any]) -> list[bytes]:
     """What each token stands for; end-of-text, the last, stands for nothing."""
     if definition["kind"] == "bytes":
         return [bytes([byte]) for byte in range(256)] + [b""]

@@ -77,13 +77,13 @@ def diagnose(
     if ids.numel() == 0:
         raise ValueError(f"a diagnosis needs at least one token, but ids of shape {list(ids.shape)} came.")
     recorders = [Recorder(model.attention(layer), maps) for layer in check_layers(layers, model.spec.layers)]
-    with evaluating_exactly(model, ids.device), recording(recorders):
+    with evaluate_exactly(model, ids.device), attach_recorders(recorders):
         model.features(ids, segments=segments)
         logits = stack_logits([recorder.compared for recorder in recorders])
         table = {
             name: stack_layers([recorder.row[name] for recorder in recorders], torch.nan) for name in recorders[0].row
         }
-        table |= from_spectrum(singular_values(logits.queries, logits.keys))
+        table |= measure_spectrum(singular_values(logits.queries, logits.keys))
     return Diagnosis(
         table,
         layers=[recorder.attention.layer for recorder in recorders],
@@ -121,14 +121,14 @@ class Recorder:
         self.compared = factor_scores(mix.scale * raise_precision(q), raise_precision(k), bias)
         self.visible = render_mask(visibility).expand(shape[0], 1, -1, -1)
         scores, sinks = multiply_heads(*self.compared), mix.find_sinks(q)
-        weights, row = from_scores(scores, self.visible, positions.new.expand(shape), sinks)
-        self.row = row | from_vectors(self.attention, self.stages) | from_parameters(self.attention)
+        weights, row = measure_scores(scores, self.visible, positions.new.expand(shape), sinks)
+        self.row = row | measure_vectors(self.attention, self.stages) | measure_parameters(self.attention)
         if self.keeps_weights:
             self.weights = weights
 
 
 @contextmanager
-def recording(recorders: list[Recorder]) -> Iterator[None]:
+def attach_recorders(recorders: list[Recorder]) -> Iterator[None]:
     try:
         for recorder in recorders:
             recorder.attention.recorder = recorder
@@ -206,7 +206,7 @@ def check_layers(layers: Sequence[int] | None, count: int) -> list[int]:
 
 
 @contextmanager
-def evaluating_exactly(model: nn.Module, device: torch.device) -> Iterator[None]:
+def evaluate_exactly(model: nn.Module, device: torch.device) -> Iterator[None]:
     training = model.training
     model.eval()
     try:
@@ -216,7 +216,7 @@ def evaluating_exactly(model: nn.Module, device: torch.device) -> Iterator[None]
         model.train(training)
 
 
-def from_scores(
+def measure_scores(
     scores: Tensor, visible: Tensor, positions: Tensor, sinks: Tensor | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The attention weights [B, H, T, T], and what they and the scores [B, H, T, T] tell: [H] each.
@@ -240,40 +240,44 @@ def from_scores(
     }
 
 
-def from_vectors(attention: Attention, stages: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Angles between q, k and v of one token, how alike a layer's k and v are up to a turn, and how far coupling moved q
-    and k: [H] each."""
+def measure_vectors(attention: Attention, stages: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Angles between q, k and v of one token, how alike a layer's k and v are up to a turn, and how far coupling moved
+    q and k: [H] each."""
     q, k, v = stages["normalise"]
     k, v = (repeat_for_queries(raise_precision(u), q) for u in attention.mix.keys_and_values(KeyValue(k, v)))
     q = raise_precision(q)
     moved = [q.new_full(q.shape[2:3], torch.nan)] * 2
     if attention.couple is not None:
         before, after = stages["project"][:2], stages["couple"][:2]
-        moved = [shift(raise_precision(old), raise_precision(new)) for old, new in zip(before, after, strict=True)]
+        moved = [
+            measure_shift(raise_precision(old), raise_precision(new)) for old, new in zip(before, after, strict=True)
+        ]
     beside_q, beside_k = q[..., : v.shape[-1]], k[..., : v.shape[-1]]  # a latent's rotated part has no value beside it
     return {
         "query_key_cosine": F.cosine_similarity(q, k, -1).mean((0, 1)),
         "key_value_cosine": F.cosine_similarity(beside_k, v, -1).mean((0, 1)),
         "query_value_cosine": F.cosine_similarity(beside_q, v, -1).mean((0, 1)),
-        "key_value_alignment": linear_cka(*(u.flatten(2).flatten(0, 1) for u in (beside_k, v))).expand(q.shape[2]),
+        "key_value_alignment": measure_alignment(*(u.flatten(2).flatten(0, 1) for u in (beside_k, v))).expand(
+            q.shape[2]
+        ),
         "query_shift": moved[0],
         "key_shift": moved[1].repeat_interleave(len(moved[0]) // len(moved[1])),
     }
 
 
-def linear_cka(x: Tensor, y: Tensor) -> Tensor:
-    """Centred kernel alignment of the tokens' vectors x [tokens, n] and y [tokens, m] (Kornblith et al., 2019): from 0 to
-    1, where one is the other but for a rotation and a scale."""
+def measure_alignment(x: Tensor, y: Tensor) -> Tensor:
+    """Linear CKA of the tokens' vectors x [tokens, n] and y [tokens, m] (Kornblith et al., 2019): from 0 to 1, where one
+    is the other but for a rotation and a scale."""
     x, y = x - x.mean(0), y - y.mean(0)
     return (x.mT @ y).square().sum() / ((x.mT @ x).norm() * (y.mT @ y).norm())
 
 
-def shift(old: Tensor, new: Tensor) -> Tensor:
+def measure_shift(old: Tensor, new: Tensor) -> Tensor:
     """√(Σ ‖new − old‖² / Σ ‖old‖²) over all tokens: [B, T, heads, D] → [heads]."""
     return ((new - old).square().sum((0, 1, 3)) / old.square().sum((0, 1, 3))).sqrt()
 
 
-def from_parameters(attention: Attention) -> dict[str, Tensor]:
+def measure_parameters(attention: Attention) -> dict[str, Tensor]:
     """‖W_q‖ and ‖W_k‖ (a bias counts as one more column) and the coupling's δ: [H] each."""
     project, mix, heads = attention.project, attention.mix, attention.spec.query_heads
     if isinstance(project, Projection):
@@ -281,14 +285,14 @@ def from_parameters(attention: Attention) -> dict[str, Tensor]:
     else:
         assert isinstance(project, Latent)
         assert isinstance(mix, LatentSoftmax)
-        query, key = latent_squares(project, mix)
+        query, key = measure_latent_squares(project, mix)
     step = getattr(attention.couple, "step", None)
     step = query.new_full((1,), torch.nan) if step is None else raise_precision(step.flatten())
     names = {"query_norm": query.sqrt(), "key_norm": key.sqrt(), "step_size": step}
     return {name: value.repeat_interleave(heads // len(value)) for name, value in names.items()}
 
 
-def latent_squares(project: Latent, mix: LatentSoftmax) -> tuple[Tensor, Tensor]:
+def measure_latent_squares(project: Latent, mix: LatentSoftmax) -> tuple[Tensor, Tensor]:
     """‖[W_uq ; W_qr] W_dq‖² and ‖[W_uk W_dkv ; W_kr]‖² per head.
 
     With norms on the latents the down-projection's size cancels, and the norm's gain stands in its place.
@@ -323,7 +327,7 @@ def singular_values(queries: Tensor, keys: Tensor) -> Tensor:
     return sigma.where(finite[..., 0], torch.nan)
 
 
-def from_spectrum(sigma: Tensor) -> dict[str, Tensor]:
+def measure_spectrum(sigma: Tensor) -> dict[str, Tensor]:
     """Effective rank exp(−Σ p log p), p = σ/Σσ, and gap (σ₁ − σ₂)/σ₁, mean over rows: [layers, H] each."""
     share = sigma / sigma.sum(-1, keepdim=True)
     first, second = F.pad(sigma, (0, 1))[..., :2].unbind(-1)

@@ -21,8 +21,9 @@ import hashlib
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from qklab.attention.draw import normal_
 from qklab.attention.rotate import LearnedPositions
 
 STD = 0.02
@@ -50,11 +51,3 @@ def initialise(model: nn.Module, seed: int) -> None:
 def seed_of(seed: int, name: str) -> int:
     """A seed for one module: the first eight bytes of SHA-256("seed/name")."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little", signed=True)
-
-
-@torch.no_grad()
-def normal_(tensor: Tensor, std: float, generator: torch.Generator) -> None:
-    if tensor.is_meta:
-        return
-    drawn = torch.empty(tensor.shape, device="cpu", dtype=torch.float32)
-    tensor.copy_(drawn.normal_(0, std, generator=generator))

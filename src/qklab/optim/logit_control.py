@@ -138,7 +138,7 @@ def refuse_zero(groups: Sequence[LayerGroup], initial: Sequence[Table]) -> None:
                 )
 
 
-def allowance(layer: LayerRoles, n: Mapping[str, Tensor]) -> Table:
+def find_allowance(layer: LayerRoles, n: Mapping[str, Tensor]) -> Table:
     """How fast each projection may move, up to a constant, for logits to move at a constant speed; `n` are the norms.
 
     MHA: q: 1/n(k), k: 1/n(q), of a group the largest. One matrix: 1/n of its own. Coupled: 1/√(n(q)² + n(k)²) for both.
@@ -148,14 +148,14 @@ def allowance(layer: LayerRoles, n: Mapping[str, Tensor]) -> Table:
     if layer.kind == "shared":
         return {"qk": 1 / n["qk"]}
     if layer.kind == "latent":
-        return latent_allowance(layer, n)
+        return find_latent_allowance(layer, n)
     q, k = group_queries(n["q"], n["k"]).amax(-1), repeat_keys(n["k"], n["q"])
     if layer.coupling == "none":
         return {"q": 1 / k, "k": 1 / q}
     return {"q": 1 / torch.hypot(n["q"], k), "k": 1 / torch.hypot(q, n["k"])}
 
 
-def latent_allowance(layer: LayerRoles, n: Mapping[str, Tensor]) -> Table:
+def find_latent_allowance(layer: LayerRoles, n: Mapping[str, Tensor]) -> Table:
     uq, uk, dkv = n["uq"], n["uk"], n["dkv"]
     dq = n.get("dq", torch.ones_like(dkv))
     # what a norm divides out again does not reach the logit
@@ -182,8 +182,8 @@ def learning_rate_factors(layer: LayerRoles, now: Mapping[str, Tensor], initial:
     more a step turns the latent.
     """
     held = {symbol: torch.maximum(now[symbol], FLOOR * initial[symbol]) for symbol in now}
-    then = allowance(layer, initial)
-    factors = {symbol: value / then[symbol] for symbol, value in allowance(layer, held).items()}
+    then = find_allowance(layer, initial)
+    factors = {symbol: value / then[symbol] for symbol, value in find_allowance(layer, held).items()}
     for down, up in (("dq", "uq"), ("dkv", "uk")):
         if down in factors and layer.projections[up].gain is not None:
             factors[down] = factors[down] * (held[down] / initial[down]).clamp(max=1.0)

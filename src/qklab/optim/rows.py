@@ -43,6 +43,7 @@ def local_share(tensor: Any) -> Tensor:
 
 
 def full_tensor(tensor: Any) -> Tensor:
+    """A sharded tensor whole, on every rank; any other as it is."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor.detach()
 
 

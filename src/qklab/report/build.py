@@ -11,10 +11,9 @@ from qklab.runs.directory import RunError
 from qklab.runs.files import describe_os_error, write_text
 
 
-def build_report(paths: Sequence[Path], out: Path, *, text: str = "", maps: bool = True) -> Path:
-    """Write the report on study folders and run directories, finished or not, to `out`; attention maps are of `text`,
-    by default the beginning of the validation text."""
-    page = render_report(gather_data([Path(path) for path in paths], MapCache(text) if maps else None))
+def build_report(paths: Sequence[Path], out: Path) -> Path:
+    """Write the report on study folders and run directories, finished or not, to `out`."""
+    page = render_report(gather_data([Path(path) for path in paths], MapCache()))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_text(out, page)

@@ -11,12 +11,12 @@ from typing import Any
 from qklab.report.folders import RunGroup, read_groups
 from qklab.runs.directory import RunError
 from qklab.runs.files import describe_os_error, write_bytes, write_text
+from qklab.runs.progress import format_duration
 from qklab.study.findings import Findings
 from qklab.study.metrics import find_metric
 from qklab.study.plan import write_number, write_rounded
 from qklab.study.records import StudyRecord, read_analyses, read_study_record
 from qklab.study.spec import StudySpec
-from qklab.train.progress import format_duration
 
 COLOURS = {"better": "#1a7f5a", "worse": "#b3403a", "equivalent": "#2f5fa8"}
 INK, SOFT, PAPER, BAND = "#1f2933", "#6b7785", "#fbfaf6", "#e6eaf0"

@@ -22,7 +22,7 @@ from qklab.runs.directory import RunDirectory
 from qklab.runs.metrics import finite_or_none
 from qklab.study.findings import Findings
 from qklab.study.metrics import Metric, list_metrics
-from qklab.study.stats.interim import alpha_of_each
+from qklab.study.stats.paired import alpha_of_each
 
 TRAIN_POINTS, PROBES = 200, 12
 PER_RUN = {"seed", "optimiser.lr"}
@@ -58,7 +58,7 @@ def describe_group(group: RunGroup, metrics: Sequence[Metric], maps: MapCache | 
     findings, study = group.find_results(), group.study
     shown = [run for run in group.runs if speaks_for_its_arm(run, group, findings)]
     machines: list[str] = []
-    common = common_settings(group.runs)
+    common = find_common_settings(group.runs)
     runs = [describe_run(run, group, metrics, run in shown, machines) for run in group.runs]
     return {
         "title": group.title,
@@ -81,14 +81,14 @@ def describe_group(group: RunGroup, metrics: Sequence[Metric], maps: MapCache | 
                 "verdict": describe_verdict(findings, study.baseline, arm) if study else None,
                 "ledger": findings.ledgers.get(arm),
                 "learning": describe_learning(group, runs, arm),
-                "settings": own_settings(group.runs, arm, common),
+                "settings": find_own_settings(group.runs, arm, common),
             }
             for arm in group.arms
         ],
         "settings": common,
         "runs": runs,
         "machines": machines,
-        "attention": {} if maps is None else maps.read_arms({arm: first_run(shown, arm) for arm in group.arms}),
+        "attention": {} if maps is None else maps.read_arms({arm: find_first_run(shown, arm) for arm in group.arms}),
     }
 
 
@@ -119,12 +119,12 @@ def speaks_for_its_arm(run: RecordedRun, group: RunGroup, findings: Findings) ->
     return run.planned.lr == (min(group.study.lrs) if lr is None else lr)
 
 
-def first_run(runs: Sequence[RecordedRun], arm: str) -> Path | None:
+def find_first_run(runs: Sequence[RecordedRun], arm: str) -> Path | None:
     own = [run for run in runs if run.planned.arm == arm]
     return min(own, key=lambda run: run.planned.seed).folder if own else None
 
 
-def common_settings(runs: Sequence[RecordedRun]) -> dict[str, Any]:
+def find_common_settings(runs: Sequence[RecordedRun]) -> dict[str, Any]:
     """What all runs have in common."""
     if not runs:
         return {}
@@ -132,9 +132,9 @@ def common_settings(runs: Sequence[RecordedRun]) -> dict[str, Any]:
     return {k: v for k, v in runs[0].settings.items() if (k, repr(v)) in shared and k not in PER_RUN}
 
 
-def own_settings(runs: Sequence[RecordedRun], arm: str, common: Mapping[str, Any]) -> dict[str, Any]:
+def find_own_settings(runs: Sequence[RecordedRun], arm: str, common: Mapping[str, Any]) -> dict[str, Any]:
     """What the runs of an arm have in common and not with all others."""
-    own = common_settings([run for run in runs if run.planned.arm == arm])
+    own = find_common_settings([run for run in runs if run.planned.arm == arm])
     return {name: value for name, value in own.items() if name not in common}
 
 
@@ -158,15 +158,15 @@ def describe_run(
         "shown": shown,
         "folder": os.path.relpath(run.folder, group.folder),
         "status": summary.get("status", "not ended"),
-        "done": 1.0 if run.summary else share_done(run, trained),
+        "done": 1.0 if run.summary else measure_share_done(run, trained),
         "steps": trained[-1]["step"] if trained else 0,
         "step_seconds": step_seconds(run),
         "seconds": round_number(summary.get("seconds")),
         "skipped": summary.get("skipped_steps"),
         "parameters": summary.get("parameters"),
         "cache": summary.get("cache_bytes_per_token"),
-        "valid": read_scores(metrics, evaluation.get("valid"), 8),
-        "test": read_scores(metrics, evaluation.get("test"), 8),
+        "valid": read_scores(metrics, evaluation.get("valid")),
+        "test": read_scores(metrics, evaluation.get("test")),
         "curve": {
             "tokens": [at.get(r["step"], (None, None))[0] for r in evaluated],
             "seconds": [round_number(at.get(r["step"], (None, None))[1]) for r in evaluated],
@@ -193,7 +193,7 @@ def describe_machine(environment: dict[str, Any]) -> str:
     return f"{name}, {environment.get('system')}, Python {python}, torch {torch}"
 
 
-def share_done(run: RecordedRun, trained: Sequence[dict[str, Any]]) -> float:
+def measure_share_done(run: RecordedRun, trained: Sequence[dict[str, Any]]) -> float:
     """The part of a run that is done, from the last step it recorded; 0 where its budget does not say."""
     if not trained:
         return 0.0
@@ -211,13 +211,11 @@ def step_seconds(run: RecordedRun) -> float | None:
     return round_number(context * sequences / speed) if speed and context and sequences else None
 
 
-def read_scores(
-    metrics: Sequence[Metric], evaluation: dict[str, Any] | None, digits: int
-) -> dict[str, float | None] | None:
+def read_scores(metrics: Sequence[Metric], evaluation: dict[str, Any] | None) -> dict[str, float | None] | None:
     """Metric → its value, None where this evaluation has none."""
     if not evaluation:
         return None
-    return {metric.name: round_number(read_metric(metric, evaluation), digits) for metric in metrics}
+    return {metric.name: round_number(read_metric(metric, evaluation), 8) for metric in metrics}
 
 
 def read_metric(metric: Metric, evaluation: dict[str, Any]) -> float | None:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,14 +20,12 @@ from qklab.report.page import fill_template, pack_maps
 from qklab.runs.directory import RunDirectory, RunError
 from qklab.runs.environment import find_commit
 from qklab.runs.files import describe_os_error, write_text
-from qklab.train.checkpoint import Checkpoints
-from qklab.train.load import load_model
+from qklab.train.load import Which, find_checkpoint_of_run, load_decoder
 from qklab.train.probe import round_numbers
 from qklab.train.spec import RunSpec
 
 FORMAT = 1
 SHOWN = 48  # tokens of an attention map
-Which = Literal["newest", "best"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class Inspection:
 
     @property
     def tokens(self) -> list[str]:
-        return [token_text(self.tokenizer, int(token)) for token in self.ids[0]]
+        return [decode_token(self.tokenizer, int(token)) for token in self.ids[0]]
 
     def measure_attention(self, tokens: int) -> dict[str, Any]:
         last = self.spec.model.layers - 1
@@ -126,26 +124,20 @@ def load_inspection(run: Path, text: str, which: Which = "newest", tokens: int |
     """The model and its text; what is inspected is the first `tokens` of it, at most a context."""
     run = Path(run)
     refuse_other_folders(run)
-    directory = RunDirectory(run)
-    record = directory.read()
-    spec = RunSpec.from_dict(record["spec"])
-    checkpoints = Checkpoints(directory.checkpoints_path, run=record["id"], say=lambda sentence: None)
-    while True:  # until none was saved while it was loaded
-        step = find_step(checkpoints, run, which)
-        model, tokenizer = load_model(run, which)
-        if find_step(checkpoints, run, which) == step:
-            break
+    directory, spec, checkpoint = find_checkpoint_of_run(run, which)
+    record, tokenizer = directory.read(), Tokenizer.load(run / "tokenizer.json")
     notes: list[str] = []
     if text.strip():
         ids, segments = encode_text(tokenizer, text, spec.model.context, notes), None
     else:
-        ids, segments = validation_window(record, spec, tokenizer)
+        ids, segments = read_validation_window(record, spec, tokenizer)
         notes.append(f"No text came, so this is the first validation window of the corpus {spec.corpus.source}.")
     shown = min(SHOWN if tokens is None else tokens, len(ids))
     if shown < len(ids):
         notes.append(f"Attention maps show the first {shown} of {len(ids)} tokens.")
     segments = None if segments is None else segments[None]
-    return Inspection(record, spec, step, model, tokenizer, ids[None], segments, notes)
+    model = load_decoder(spec, checkpoint)
+    return Inspection(record, spec, checkpoint.step, model, tokenizer, ids[None], segments, notes)
 
 
 def refuse_other_folders(run: Path) -> None:
@@ -162,16 +154,6 @@ def refuse_other_folders(run: Path) -> None:
         raise RunError(f"{run} is a checkpoint of the run {run.parent.parent}; give the run directory itself.")
 
 
-def find_step(checkpoints: Checkpoints, run: Path, which: Which) -> int:
-    if which not in ("newest", "best"):
-        raise ValueError(f"which must be 'newest' or 'best', but {which!r} came.")
-    found = checkpoints.find_newest() if which == "newest" else checkpoints.find_best()
-    if found is None:
-        best = "best " * (which == "best")
-        raise RunError(f"{run} has no {best}checkpoint yet; train it until one is saved: qklab train --out {run}.")
-    return found.step
-
-
 def encode_text(tokenizer: Tokenizer, text: str, context: int, notes: list[str]) -> Tensor:
     """The text's tokens after the end-of-text that begins every document, cut to the context."""
     try:
@@ -184,7 +166,7 @@ def encode_text(tokenizer: Tokenizer, text: str, context: int, notes: list[str])
     return ids[:context]
 
 
-def validation_window(record: dict[str, Any], spec: RunSpec, tokenizer: Tokenizer) -> tuple[Tensor, Tensor | None]:
+def read_validation_window(record: dict[str, Any], spec: RunSpec, tokenizer: Tokenizer) -> tuple[Tensor, Tensor | None]:
     folder = record["data"]["folder"]
     try:
         split = Corpus.open(folder).splits["valid"]
@@ -198,7 +180,7 @@ def validation_window(record: dict[str, Any], spec: RunSpec, tokenizer: Tokenize
     return ids[0, :real], None if segments is None else segments[0, :real]
 
 
-def token_text(tokenizer: Tokenizer, token: int) -> str:
+def decode_token(tokenizer: Tokenizer, token: int) -> str:
     if token == tokenizer.eot:
         return "<|endoftext|>"
     return tokenizer.pieces[token].decode(errors="backslashreplace")

@@ -16,7 +16,7 @@ def compare_learning(
     with pointwise intervals, and a sentence on sample efficiency. None where there is nothing to compare."""
     found: dict[str, Any] = {"metric": METRIC}
     for axis in ("tokens", "seconds"):
-        own, other = curves_by_seed(arm, axis), curves_by_seed(baseline, axis)
+        own, other = collect_curves(arm, axis), collect_curves(baseline, axis)
         seeds = sorted(own.keys() & other.keys())
         if not seeds:
             continue
@@ -34,7 +34,7 @@ def compare_learning(
     return found if len(found) > 1 else None
 
 
-def curves_by_seed(runs: Sequence[dict[str, Any]], axis: str) -> dict[int, Curve]:
+def collect_curves(runs: Sequence[dict[str, Any]], axis: str) -> dict[int, Curve]:
     """Seed → its validation curve; runs that have none yet, or diverged, are left out."""
     found: dict[int, Curve] = {}
     for run in runs:

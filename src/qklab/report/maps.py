@@ -6,16 +6,16 @@ from typing import Any
 
 from qklab.report.inspect import read_attention
 from qklab.report.page import pack_maps
+from qklab.study.records import find_newest_checkpoint
 
 HEADS = 8  # more than these are left out of the page
 TEXT = "When the sun had set behind the hills, the old sailor told the children what he had seen at sea."
 
 
 class MapCache:
-    """Attention maps of runs on one text; each checkpoint is read once."""
+    """Attention maps of runs on the beginning of their validation text; each checkpoint is read once."""
 
-    def __init__(self, text: str = ""):
-        self.text = text
+    def __init__(self) -> None:
         self.packed: dict[tuple[Path, str], dict[str, Any]] = {}
 
     def read_arms(self, runs: Mapping[str, Path | None]) -> dict[str, Any]:
@@ -26,15 +26,14 @@ class MapCache:
         }
 
     def read_run(self, run: Path) -> dict[str, Any]:
-        folder = run / "checkpoints"
-        steps = sorted(path.name for path in folder.glob("step-*")) if folder.is_dir() else []
-        if not steps:
+        newest = find_newest_checkpoint(run)
+        if not newest:
             return {"why": "no checkpoint yet."}
-        key = (run, steps[-1])
+        key = (run, newest)
         if key not in self.packed:
             self.packed = {old: value for old, value in self.packed.items() if old[0] != run}
             why = ""
-            for text in dict.fromkeys((self.text, TEXT)):  # the corpus may not be on this machine
+            for text in ("", TEXT):  # the corpus may not be on this machine
                 try:
                     self.packed[key] = {"run": run.name, **pack_maps(read_attention(run, text), HEADS)}
                     break

@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +14,7 @@ from qklab.report.data import gather_data
 from qklab.report.maps import MapCache
 from qklab.runs.directory import RunError
 from qklab.runs.files import describe_os_error
-from qklab.train.signals import StopRequest
+from qklab.runs.signals import StopRequest
 
 SHARE = 30
 WATCHED = ("study.json", "run.json", "summary.json", "metrics.jsonl")
@@ -23,8 +23,8 @@ WATCHED = ("study.json", "run.json", "summary.json", "metrics.jsonl")
 class ReportServer:
     """A server of the report on what lies at `paths`, looked at every `every` seconds."""
 
-    def __init__(self, paths: Sequence[Path], port: int = 0, every: float = 2.0, *, text: str = ""):
-        self.paths, self.every, self.maps = [Path(path) for path in paths], every, MapCache(text)
+    def __init__(self, paths: Sequence[Path], port: int, every: float = 2.0):
+        self.paths, self.every, self.maps = [Path(path) for path in paths], every, MapCache()
         self.version, self.page = "", b""
         self.seen: tuple[object, ...] = ()
         self.stop = threading.Event()
@@ -43,7 +43,7 @@ class ReportServer:
 
     def refresh(self) -> bool:
         """Build the page anew if anything was recorded since; whether it was."""
-        now = tuple(sorted(file_stamps(self.paths)))
+        now = tuple(sorted(list_file_stamps(self.paths)))
         if now == self.seen:
             return False
         page = render_report(gather_data(self.paths, self.maps), watch=self.every).encode()
@@ -98,7 +98,7 @@ class ReportServer:
             thread.join()
 
 
-def file_stamps(paths: Sequence[Path]) -> Iterator[tuple[str, int, int]]:
+def list_file_stamps(paths: Sequence[Path]) -> Iterator[tuple[str, int, int]]:
     """Name, size and time of everything whose change is news."""
     for path in paths:
         for folder, below, names in os.walk(path):
@@ -114,13 +114,11 @@ def file_stamps(paths: Sequence[Path]) -> Iterator[tuple[str, int, int]]:
                     yield full, stat.st_size, stat.st_mtime_ns
 
 
-def serve_report(
-    paths: Sequence[Path], port: int = 8000, every: float = 2.0, *, say: Callable[[str], None] = print, text: str = ""
-) -> None:
+def serve_report(paths: Sequence[Path], port: int) -> None:
     """Serve the report until Ctrl-C."""
-    with ReportServer(paths, port, every, text=text) as server:
-        say(f"The report is at {server.address} and follows the runs; Ctrl-C ends it.")
+    with ReportServer(paths, port) as server:
+        print(f"The report is at {server.address} and follows the runs; Ctrl-C ends it.")
         with StopRequest() as stop:
             while stop.came is None:
                 time.sleep(0.2)
-        say("The report is no longer served.")
+        print("The report is no longer served.")

@@ -67,8 +67,8 @@ def write_text(path: Path, content: str) -> None:
     write_bytes(path, content.encode())
 
 
-def write_json(path: Path, value: Any, *, indent: int | None = 2, sort_keys: bool = False) -> None:
-    text = json.dumps(value, indent=indent, sort_keys=sort_keys, ensure_ascii=False, allow_nan=False)
+def write_json(path: Path, value: Any, *, sort_keys: bool = False) -> None:
+    text = json.dumps(value, indent=2, sort_keys=sort_keys, ensure_ascii=False, allow_nan=False)
     write_text(path, text + "\n")
 
 
@@ -200,6 +200,15 @@ def hash_file(path: Path) -> str:
     """SHA-256, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def describe_file_failure(what: str, error: OSError) -> str:
+    """A sentence on work, such as a run, that a disk refused."""
+    where = f" ({error.filename})" if error.filename else ""
+    return (
+        f"the {what} stopped because of a file{where}: {describe_os_error(error)}; what was saved before is still "
+        "there, mend this and run the same command again."
+    )
 
 
 def describe_os_error(error: OSError) -> str:

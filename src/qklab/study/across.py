@@ -13,8 +13,7 @@ from qklab.study.parts import PairedValues, StudyPart
 from qklab.study.plan import write_rounded
 from qklab.study.spec import StudySpec
 from qklab.study.stats.groups import Contrast, average_groups, interaction_p_value
-from qklab.study.stats.interim import alpha_of_each
-from qklab.study.stats.paired import adjust_holm
+from qklab.study.stats.paired import adjust_holm, alpha_of_each
 from qklab.study.stats.scaling import (
     LEAST_SIZES,
     SizeMeasurement,
@@ -233,14 +232,14 @@ def measure_sizes(
         alone, pairs = part.pair(corpus, study.baseline, metric), part.pair(corpus, arm, metric)
         if alone is None or len(alone.baseline) < 2:
             continue
-        flops = mean_of(alone.baseline_runs, "training_flops")
+        flops = average_runs(alone.baseline_runs, "training_flops")
         if pairs is None or not pairs.is_sound:
             found.append(SizeMeasurement(part.size, flops, alone.baseline))
             continue
         speeds = [
             np.array([run["tokens_per_second"] for run in runs]) for runs in (pairs.arm_runs, pairs.baseline_runs)
         ]
-        own = mean_of(pairs.arm_runs, "training_flops")
+        own = average_runs(pairs.arm_runs, "training_flops")
         found.append(SizeMeasurement(part.size, flops, pairs.baseline, own, pairs.arm, speeds[0] / speeds[1]))
     return found
 
@@ -251,7 +250,7 @@ def measure_compute(study: StudySpec, parts: Sequence[StudyPart], corpus: str, m
         for arm in part.study.arms:
             pairs = part.pair(corpus, arm, metric)
             if pairs is not None and len(pairs.arm):
-                flops = mean_of(pairs.arm_runs, "training_flops")
+                flops = average_runs(pairs.arm_runs, "training_flops")
                 points.append(ComputePoint(arm, part.size, flops, float(pairs.arm.mean())))
     own = [point for point in points if point.arm == study.baseline]
     if len(own) < LEAST_SIZES:
@@ -270,7 +269,7 @@ def measure_compute(study: StudySpec, parts: Sequence[StudyPart], corpus: str, m
     )
 
 
-def mean_of(runs: Sequence[Mapping[str, Any]], name: str) -> float:
+def average_runs(runs: Sequence[Mapping[str, Any]], name: str) -> float:
     return sum(run[name] for run in runs) / len(runs)
 
 

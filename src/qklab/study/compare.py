@@ -11,6 +11,7 @@ from qklab.attention.project import PROJECTIONS
 from qklab.data.prepare import refuse_unusable
 from qklab.data.spec import DataSpec
 from qklab.data.tasks import parse_task
+from qklab.runs.progress import format_duration
 from qklab.schema import suggest_name
 from qklab.study.executors import WorkerSlots
 from qklab.study.plan import count_runs, write_rounded
@@ -18,7 +19,6 @@ from qklab.study.records import StudyRecord, read_analyses, read_results
 from qklab.study.sizes import SIZES, TOKENS_PER_PARAMETER, count_runs_together, find_size, measure_arm_speed, share_gpus
 from qklab.study.spec import DEFAULT_LR, StudyError, StudySpec
 from qklab.study.tuning import find_grids
-from qklab.train.progress import format_duration
 from qklab.train.spec import FINAL_SHARE, RunSpec
 
 BASELINE = "standard"

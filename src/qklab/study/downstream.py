@@ -7,8 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from qklab.study.metrics import find_metric
-from qklab.study.plan import PlannedRun
-from qklab.study.records import STUDY, RunResult, read_results, read_study_record
+from qklab.study.records import STUDY, read_results, read_study_record, select_arm
 from qklab.study.spec import StudyError
 from qklab.study.tuning import choose_learning_rates
 from qklab.study.verdict import judge_arms
@@ -39,7 +38,8 @@ def find_models_of_study(folder: Path) -> dict[str, dict[int, Path]]:
     arms = [study.baseline, *(arm for arm in study.arms if arm != study.baseline)]
     for corpus in study.corpora:
         for arm in arms:
-            own = [result.planned for result in results if is_chosen(result, corpus, arm, lrs)]
+            ended = [r.planned for r in select_arm(results, corpus, arm) if r.status == "finished"]
+            own = [run for run in ended if run.lr == lrs[corpus, arm]]
             if own:
                 name = f"{arm} of {corpus}" if several else arm
                 found[name] = {run.seed: run.folder_in(folder) for run in own}
@@ -47,11 +47,6 @@ def find_models_of_study(folder: Path) -> dict[str, dict[int, Path]]:
         raise StudyError(f"no run of the study in {folder} has ended; carry it out first.")
     seeds = set.intersection(*(set(own) for own in found.values()))
     return {arm: {seed: own[seed] for seed in sorted(seeds)} for arm, own in found.items()}
-
-
-def is_chosen(result: RunResult, corpus: str, arm: str, lrs: Mapping[tuple[str, str], float | None]) -> bool:
-    run: PlannedRun = result.planned
-    return result.status == "finished" and (run.corpus, run.arm, run.lr) == (corpus, arm, lrs.get((corpus, arm)))
 
 
 def write_downstream_answer(found: Mapping[str, Any], margin: float) -> str:

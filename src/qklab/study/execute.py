@@ -6,7 +6,6 @@ runs are skipped, broken ones resumed from their checkpoints, none is done twice
 
 import math
 import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,6 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
 
+from qklab.runs.progress import Display, format_duration
+from qklab.runs.signals import StopRequest, replace_handlers
 from qklab.schema import suggest_name
 from qklab.study.executors import Executor, RunTask, Unit, WorkerSlots
 from qklab.study.folder import StudyFolder
@@ -28,9 +29,7 @@ from qklab.study.schedule import RunSchedule
 from qklab.study.spec import StudyError, StudySpec
 from qklab.train.launch import EXIT_CODES
 from qklab.train.population import choose_population_size, describe_shape, explain_solo
-from qklab.train.progress import Display, format_duration
 from qklab.train.score import open_scorer
-from qklab.train.signals import StopRequest
 from qklab.train.spec import ExecutionSpec
 
 POLL = 0.1  # seconds that the executor is waited for at a time
@@ -292,17 +291,14 @@ class Study:
 @contextmanager
 def leave_at_once(when: str) -> Iterator[None]:
     """Ctrl-C and SIGTERM where nothing has to be saved: StudyInterrupted."""
-    before: dict[signal.Signals, Any] = {}
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt(signal.Signals(number).name)  # which nobody takes for an error of their own
 
-    if threading.current_thread() is threading.main_thread():
-        before = {number: signal.signal(number, leave) for number in StopRequest.SIGNALS}
+    restore = replace_handlers(leave)
     try:
         yield
     except KeyboardInterrupt as stop:
         raise StudyInterrupted(f"stopped by {stop} {when}; the same command continues.") from None
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        restore()

@@ -7,17 +7,24 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
+from qklab.runs.progress import format_duration
 from qklab.study.learned import describe_learning_state, describe_pace, has_barely_learned
 from qklab.study.metrics import find_metric
 from qklab.study.plan import plan_confirming_runs, plan_tuning_runs, write_number, write_rounded
-from qklab.study.records import LOST, Analyses, RunResult, collect_values, sum_up_benchmarks, sum_up_ledger
+from qklab.study.records import (
+    LOST,
+    Analyses,
+    RunResult,
+    collect_values,
+    select_arm,
+    sum_up_benchmarks,
+    sum_up_ledger,
+)
 from qklab.study.spec import StudySpec
 from qklab.study.stats.groups import average_over_tasks
-from qklab.study.stats.interim import false_alarm_bound
-from qklab.study.stats.paired import find_outlier
+from qklab.study.stats.paired import false_alarm_bound, find_outlier
 from qklab.study.tuning import ArmTuning, choose_learning_rates, describe_tuning, find_grids
 from qklab.study.verdict import Verdict, judge_arms
-from qklab.train.progress import format_duration
 
 ALIKE = 0.02  # costs that differ by less are called the same: clocks and allocators are no more exact
 
@@ -101,16 +108,7 @@ def average_corpora(study: StudySpec, findings: Sequence[Findings]) -> Findings 
     average = Findings(f"the mean of {len(each)} corpora", study.metric, values=means)
     chances = [own.chance for own in findings if own.chance is not None]
     average.chance = fmean(chances) if len(chances) == len(each) else None
-    others = {arm: own for arm, own in means.items() if arm != study.baseline}
-    average.verdicts = judge_arms(
-        others,
-        means[study.baseline],
-        study.margin,
-        name=study.baseline,
-        alpha=study.alpha,
-        metric=metric,
-        analyses=study.analyses,
-    )
+    average.verdicts = judge_study(study, means)
     words = {arm: verdict.verdict for arm, verdict in average.verdicts.items()}
     average.headline = write_headline(words, study.baseline, average.corpus)
     scores = ", ".join(f"{arm} {fmean(own.values()):.2f}" for arm, own in means.items())
@@ -130,16 +128,7 @@ def add_verdicts(
     study: StudySpec, results: Sequence[RunResult], findings: Findings, hopeless: Sequence[str], analyses: Analyses
 ) -> None:
     """Fill in the verdicts and what follows from them."""
-    arms = {arm: own for arm, own in findings.values.items() if arm != study.baseline}
-    found = judge_arms(
-        arms,
-        findings.values[study.baseline],
-        study.margin,
-        name=study.baseline,
-        alpha=study.alpha,
-        metric=find_metric(study.metric),
-        analyses=study.analyses,
-    )
+    found = judge_study(study, findings.values)
     rates = ", ".join(map(write_number, findings.grid))
     for arm in hopeless:
         took = findings.ledgers[arm]
@@ -147,7 +136,7 @@ def add_verdicts(
         found[arm] = dataclasses.replace(found[arm], sentence=sentence)
     findings.verdicts = found
     words = {arm: verdict.verdict for arm, verdict in found.items()}
-    base = [r for r in results if (r.planned.corpus, r.planned.arm) == (findings.corpus, study.baseline)]
+    base = select_arm(results, findings.corpus, study.baseline)
     base = [r for r in base if r.planned.lr == findings.lrs[study.baseline]]
     barely = ", with models that have barely learned" * has_barely_learned(base)
     findings.headline = write_headline(words, study.baseline, findings.corpus + barely)
@@ -167,6 +156,19 @@ def add_verdicts(
             f"{study.analyses} (analyses): the chance of a false alarm is up to {100 * bound:.3g} % instead of "
             f"{100 * study.alpha:.3g} %."
         )
+
+
+def judge_study(study: StudySpec, values: Mapping[str, Mapping[int, float]]) -> dict[str, Verdict]:
+    """The verdicts on arms with these values by seed, by what the study fixed."""
+    return judge_arms(
+        {arm: own for arm, own in values.items() if arm != study.baseline},
+        values[study.baseline],
+        study.margin,
+        name=study.baseline,
+        alpha=study.alpha,
+        metric=find_metric(study.metric),
+        analyses=study.analyses,
+    )
 
 
 def write_headline(words: Mapping[str, str], baseline: str, corpus: str) -> str:

@@ -1,7 +1,7 @@
 """A study's folder: study.json says what is compared and on which text, runs/ holds the runs."""
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,10 +9,10 @@ from typing import Any
 from qklab.data.prepare import prepare_corpus
 from qklab.data.spec import DataSpec
 from qklab.runs.directory import RunDirectory, RunError
+from qklab.runs.progress import Display
 from qklab.study.records import STUDY, StudyRecord, find_difference, read_study_record
 from qklab.study.remote import RemoteStudy
 from qklab.study.spec import StudyError, StudySpec, canonicalise
-from qklab.train.progress import Display
 
 FIXED = "what is compared is fixed once a run has begun, so choose another folder with --out for another study."
 
@@ -20,7 +20,7 @@ FIXED = "what is compared is fixed once a run has begun, so choose another folde
 class StudyFolder:
     """The folder of one study, or a copy of what `remote` has at a URL; nothing is fixed before a run has begun."""
 
-    def __init__(self, path: Path, spec: StudySpec, asked: Mapping[str, Any], remote: RemoteStudy | None):
+    def __init__(self, path: Path, spec: StudySpec, asked: dict[str, Any], remote: RemoteStudy | None):
         self.path, self.spec, self.asked, self.remote = path, spec, asked, remote
 
     @contextmanager
@@ -96,13 +96,10 @@ class StudyFolder:
 def prepare_splits(spec: DataSpec, data: Path | None, display: Display) -> str:
     """The hash of the prepared corpus, which must have text to choose learning rates on and text to report on."""
 
-    def show(what: str, done: int, of: int) -> None:
-        if not done and not of:
-            display.say(what)
-            return
-        display.show(0.0, f"preparing {spec.source}: {what}, {done / max(1, of):.0%}")
+    def report(what: str, done: int, total: int) -> None:
+        display.report_bytes(f"preparing {spec.source}: {what}" if total else what, done, total)
 
-    corpus = prepare_corpus(spec, data=data, progress=show)
+    corpus = prepare_corpus(spec, data=data, progress=report)
     for split, use in (("valid", "to choose learning rates on"), ("test", "to report on")):
         if split not in corpus.splits or not corpus.splits[split].tokens:
             raise StudyError(

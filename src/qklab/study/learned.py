@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+from qklab.runs.progress import format_duration
 from qklab.study.plan import write_rounded
 from qklab.study.records import RunResult
-from qklab.train.progress import format_duration
 
 BARELY = 0.9  # of a unigram model's loss: above it little more than how often tokens occur has been learned
 BUSY = 1.25  # runs that take so much longer than planned are told of

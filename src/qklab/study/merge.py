@@ -9,7 +9,6 @@ from pathlib import Path
 
 from qklab.runs.directory import RunDirectory
 from qklab.runs.files import copy_folder
-from qklab.study.executors import newest_checkpoint
 from qklab.study.parts import find_size_folder
 from qklab.study.plan import count_runs
 from qklab.study.records import (
@@ -18,6 +17,7 @@ from qklab.study.records import (
     StudyRecord,
     explain_file_errors,
     find_difference,
+    find_newest_checkpoint,
     read_analyses,
     read_results,
     read_study_record,
@@ -136,7 +136,7 @@ def choose_runs(slices: Sequence[Path]) -> dict[str, Path]:
 def measure_stage(run: Path) -> tuple[bool, str]:
     """How far a run has come: whether it has ended, and its newest checkpoint."""
     ended = RunDirectory(run).summary() is not None
-    return ended, "" if ended else newest_checkpoint(run)
+    return ended, "" if ended else find_newest_checkpoint(run)
 
 
 def refuse_other_code(runs: Sequence[Path]) -> None:

@@ -80,26 +80,21 @@ class Accuracy(Metric):
 
     label, unit, difference_unit = "accuracy", "% of the answers right", "percentage points"
     lower_is_better, averages = False, True
+    keys = ("accuracy", "chance")  # of an evaluation: the share, and what it is without reading
 
     def read(self, evaluation: Mapping[str, Any]) -> float:
-        return 100 * float(evaluation["accuracy"])
+        return 100 * float(evaluation[self.keys[0]])
 
     def read_chance(self, evaluation: Mapping[str, Any]) -> float | None:
-        return 100 * float(evaluation["chance"]) if "chance" in evaluation else None
+        return 100 * float(evaluation[self.keys[1]]) if self.keys[1] in evaluation else None
 
 
 @register.metric("sequence_accuracy")
-class SequenceAccuracy(Metric):
+class SequenceAccuracy(Accuracy):
     """The share of a task's sequences in which every answer is right."""
 
-    label, unit, difference_unit = "sequence accuracy", "% of the sequences right", "percentage points"
-    lower_is_better, averages = False, True
-
-    def read(self, evaluation: Mapping[str, Any]) -> float:
-        return 100 * float(evaluation["sequence_accuracy"])
-
-    def read_chance(self, evaluation: Mapping[str, Any]) -> float | None:
-        return 100 * float(evaluation["sequence_chance"]) if "sequence_chance" in evaluation else None
+    label, unit = "sequence accuracy", "% of the sequences right"
+    keys = ("sequence_accuracy", "sequence_chance")
 
 
 class BenchmarkScore(Metric):

@@ -10,7 +10,7 @@ import numpy as np
 from qklab.study.claims import write_count
 from qklab.study.metrics import Metric
 from qklab.study.plan import encode_file_name
-from qklab.study.records import RunResult, read_results, read_study_record
+from qklab.study.records import RunResult, read_results, read_study_record, select_arm
 from qklab.study.sizes import SIZES, find_size, name_tokenizer, split_sizes
 from qklab.study.spec import StudySpec
 from qklab.study.stats.paired import Array, separate_diverged
@@ -65,7 +65,7 @@ class StudyPart:
         if arm not in self.study.arms:
             return None
         if lr is None and self.lrs[corpus, arm] is None:  # at every rate some run diverged, or none has ended
-            own = [r for r in self.results if (r.planned.corpus, r.planned.arm) == (corpus, arm)]
+            own = select_arm(self.results, corpus, arm)
             none = np.array([])
             return PairedValues(none, none, [], [], len(own)) if own else None
         runs = [self.find_runs(corpus, name, lr) for name in (arm, self.study.baseline)]
@@ -80,12 +80,7 @@ class StudyPart:
 
     def find_runs(self, corpus: str, arm: str, lr: float | None) -> dict[int, RunResult]:
         rate = self.lrs[corpus, arm] if lr is None else lr
-        key = (corpus, arm, rate)
-        return {
-            result.planned.seed: result
-            for result in self.results
-            if (result.planned.corpus, result.planned.arm, result.planned.lr) == key
-        }
+        return {r.planned.seed: r for r in select_arm(self.results, corpus, arm) if r.planned.lr == rate}
 
 
 def read_parts(folder: Path) -> tuple[StudySpec, list[StudyPart]]:

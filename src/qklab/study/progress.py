@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from qklab.runs.progress import format_duration
 from qklab.study.plan import PlannedRun
 from qklab.study.records import RunResult
-from qklab.train.progress import format_duration
 from qklab.train.spec import RunSpec
 
 STEPS_OF_TIME = 0.8  # of a run's time, as long as none has ended

@@ -8,8 +8,9 @@ runs/           the run directories; their summary.json is all that is needed of
 import fcntl
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import product
@@ -19,7 +20,7 @@ from typing import Any
 
 from qklab.data.spec import DataSpec
 from qklab.runs.directory import RunDirectory
-from qklab.runs.files import describe_os_error, write_json
+from qklab.runs.files import describe_file_failure, write_json
 from qklab.schema import format_value
 from qklab.study.metrics import Metric, find_metric
 from qklab.study.plan import PlannedRun
@@ -74,6 +75,14 @@ def read_result(study: Path, planned: PlannedRun) -> RunResult | None:
     return None if summary is None else RunResult(planned, summary["status"], summary)
 
 
+def find_newest_checkpoint(folder: Path) -> str:
+    """The name of a run's newest checkpoint, which grows with its step; empty if there is none. No more than names is
+    looked at: checkpoints give way to newer ones meanwhile."""
+    with suppress(FileNotFoundError):
+        return max((name for name in os.listdir(folder / "checkpoints") if name.startswith("step-")), default="")
+    return ""
+
+
 def is_in_use(folder: Path) -> bool:
     """Whether a process works in a run directory."""
     try:
@@ -96,21 +105,22 @@ def read_results(study: Path, spec: StudySpec) -> list[RunResult]:
     return [result for run in planned if (result := read_result(study, run)) is not None]
 
 
+def select_arm(results: Sequence[RunResult], corpus: str, arm: str) -> list[RunResult]:
+    """The results of an arm on a corpus, at every learning rate."""
+    return [result for result in results if (result.planned.corpus, result.planned.arm) == (corpus, arm)]
+
+
 def collect_values(
     study: StudySpec, results: Sequence[RunResult], lrs: Mapping[tuple[str, str], float | None], corpus: str, arm: str
 ) -> dict[int, float]:
     """Seed → the metric on test text at the learning rate that was chosen."""
     lr, metric = lrs[corpus, arm], find_metric(study.metric)
-    return {
-        result.planned.seed: result.value(metric)
-        for result in results
-        if (result.planned.corpus, result.planned.arm, result.planned.lr) == (corpus, arm, lr)
-    }
+    return {r.planned.seed: r.value(metric) for r in select_arm(results, corpus, arm) if r.planned.lr == lr}
 
 
 def sum_up_ledger(results: Sequence[RunResult], corpus: str, arm: str, lrs: Sequence[float]) -> dict[str, Any]:
     """What an arm got and took: the same for all where they are matched on it."""
-    own = [r for r in results if (r.planned.corpus, r.planned.arm) == (corpus, arm)]
+    own = select_arm(results, corpus, arm)
     finished = [r.summary for r in own if r.status == "finished"] or [r.summary for r in own]
     names = (
         "parameters",
@@ -131,7 +141,7 @@ def sum_up_benchmarks(
 ) -> dict[str, dict[str, float | None]]:
     """Benchmark → what an arm scores at its learning rate, in points of 100: the mean over seeds, its standard error
     where there are several, and chance where that is known."""
-    runs = [r for r in results if (r.planned.corpus, r.planned.arm, r.planned.lr) == (corpus, arm, lr)]
+    runs = [r for r in select_arm(results, corpus, arm) if r.planned.lr == lr]
     own = [r.summary["evaluation"]["test"].get("benchmarks", {}) for r in runs if r.status == "finished"]
     found: dict[str, dict[str, float | None]] = {}
     for name in own[0] if own else ():
@@ -206,11 +216,7 @@ def explain_file_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""
-        raise StudyError(
-            f"the study stopped because of a file{where}: {describe_os_error(error)}; what was saved before is still "
-            "there, mend this and run the same command again."
-        ) from error
+        raise StudyError(describe_file_failure("study", error)) from error
 
 
 # analyses.json
@@ -245,8 +251,8 @@ class Analyses:
         return Analyses((*self.taken, *new), at_once, command or self.command, run_seconds or self.run_seconds)
 
     def write_command(self, seeds: int) -> str:
-        """The command that makes them so many seeds; {more} is how it was written when --continue added to them."""
-        return self.command.replace("{more}", str(seeds)).replace("{total}", str(seeds))
+        """The command that makes them so many seeds."""
+        return self.command.replace("{total}", str(seeds))
 
     def write(self, folder: Path) -> None:
         write_json(folder / ANALYSES, asdict(self))

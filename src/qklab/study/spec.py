@@ -113,7 +113,7 @@ class StudySpec(Spec):
         margin: A difference of the metric that does not matter to you.
         sizes: Where the study is repeated at several sizes: names of the ladder, or tables with a `name`, and what is
             that size's own: `tokens_per_parameter`, `lrs`, `extend`, `arms` (some of these), and settings of a run.
-        claims: Published figures that arms stand for, each judged by a word of its own; in a file also `claim`, one.
+        claims: Published figures that arms stand for, each judged by a word of its own.
     """
 
     name: str = text_field("study")
@@ -169,12 +169,6 @@ class StudySpec(Spec):
             raise SpecError(
                 f"claim {claim.id} is about arm {claim.arm}, which is the baseline it would be compared with.", "claims"
             )
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "StudySpec":
-        if isinstance(values, Mapping) and "claim" in values:
-            values = {name: value for name, value in values.items() if name != "claim"} | {"claims": [values["claim"]]}
-        return super().from_dict(values)
 
     @property
     def widest_grid(self) -> list[float]:

@@ -7,13 +7,13 @@ from typing import Literal, cast
 
 from qklab.study.metrics import Metric, find_metric
 from qklab.study.stats.equivalence import EquivalenceTest, assess_equivalence
-from qklab.study.stats.interim import alpha_of_each
 from qklab.study.stats.paired import (
     FinitePairs,
     PairedDifference,
     Statistic,
     Values,
     adjust_holm,
+    alpha_of_each,
     compare_paired,
     name_seeds,
     require_positive,
@@ -51,7 +51,6 @@ def judge_arms(
     alpha: float = 0.05,
     metric: Metric | None = None,
     analyses: int = 1,
-    power: float = 0.8,
     cap: int = 100,
 ) -> dict[str, Verdict]:
     """One verdict per arm, by rules fixed before anything ran, the first that applies:
@@ -82,7 +81,6 @@ def judge_arms(
     judge = Judge(
         words=VerdictSentences(name, metric, margin, len(arms)),
         alpha=level,
-        power=power,
         cap=cap,
         remaining=sum(p >= level for p in adjusted.values()),
     )
@@ -98,7 +96,6 @@ class Judge:
 
     words: "VerdictSentences"
     alpha: float
-    power: float
     cap: int
     remaining: int
 
@@ -142,7 +139,6 @@ class Judge:
             split.arm,
             split.baseline,
             self.words.margin,
-            power=self.power,
             alpha=self.alpha,
             comparisons=self.remaining,
             cap=self.cap,

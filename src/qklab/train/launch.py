@@ -13,7 +13,9 @@ import torch
 
 from qklab.data.shards import Corpus
 from qklab.runs.directory import RunDirectory, RunError
-from qklab.runs.files import describe_os_error
+from qklab.runs.files import describe_file_failure
+from qklab.runs.progress import Display, format_duration
+from qklab.runs.signals import StopRequest
 from qklab.runs.sinks import Sinks
 from qklab.train.checkpoint import CheckpointError
 from qklab.train.loop import Loop, Member, Status
@@ -26,12 +28,10 @@ from qklab.train.mend import (
 )
 from qklab.train.open import OpenRun, group_by_step, open_runs
 from qklab.train.population import PopulationTrainer, refuse_population
-from qklab.train.progress import Display, format_duration
 from qklab.train.ranks import call_on_first_rank, share_failures
 from qklab.train.recorder import RunRecorder
 from qklab.train.resume import read_begun_run, refuse_other_spec
 from qklab.train.score import Scorer, add_benchmarks, describe_benchmarks, open_scorer
-from qklab.train.signals import StopRequest
 from qklab.train.spec import ExecutionSpec, RunSpec
 from qklab.train.summary import InterruptedEvaluationError, evaluate_splits, summarise_run
 from qklab.train.trainer import Trainer
@@ -127,11 +127,7 @@ def explain_failures() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""
-        raise RunError(
-            f"the run stopped because of a file{where}: {describe_os_error(error)}; what was saved before is "
-            "still there, mend this and run the same command again."
-        ) from error
+        raise RunError(describe_file_failure("run", error)) from error
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "not enough memory" not in str(error):
             raise

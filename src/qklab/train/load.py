@@ -24,21 +24,28 @@ def find_checkpoint_of_run(folder: Path | str, which: Which) -> tuple[RunDirecto
     checkpoints = Checkpoints(directory.checkpoints_path, run=record["id"])
     found = checkpoints.find_newest() if which == "newest" else checkpoints.find_best()
     if found is None:
-        raise RunError(f"{directory.path} has no {'best ' * (which == 'best')}checkpoint yet.")
+        best = "best " * (which == "best")
+        raise RunError(
+            f"{directory.path} has no {best}checkpoint yet; train it until one is saved: qklab train --out "
+            f"{directory.path}."
+        )
     return directory, RunSpec.from_dict(record["spec"]), found
 
 
-def load_model(
-    folder: Path | str, which: Which = "newest", device: torch.device | str = "cpu"
-) -> tuple[Decoder, Tokenizer]:
+def load_model(folder: Path | str, which: Which = "newest") -> tuple[Decoder, Tokenizer]:
     """The model of a run's newest or best checkpoint, in evaluation mode, and the tokenizer it was trained with."""
     directory, spec, checkpoint = find_checkpoint_of_run(folder, which)
+    return load_decoder(spec, checkpoint), Tokenizer.load(directory.path / "tokenizer.json")
+
+
+def load_decoder(spec: RunSpec, checkpoint: Checkpoint) -> Decoder:
+    """The model of a checkpoint, in evaluation mode."""
     decoder = Decoder(spec.model, seed=0)
     weights = checkpoint.read_tensors("model.")
     with torch.no_grad():
         for name, tensor in named_weights(decoder):
             tensor.copy_(weights[f"model.{name}"])
-    return decoder.to(device).eval(), Tokenizer.load(directory.path / "tokenizer.json")
+    return decoder.eval()
 
 
 def sample_text(

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
+from qklab.runs.progress import Display, format_duration
+from qklab.runs.signals import StopRequest
 from qklab.train.checkpoint import Checkpoints
-from qklab.train.population import PopulationTrainer
-from qklab.train.progress import Display, describe_step
 from qklab.train.ranks import sum_over_ranks
 from qklab.train.recorder import RunRecorder
-from qklab.train.signals import StopRequest
 from qklab.train.spec import RunSpec
-from qklab.train.trainer import PendingStep, State, Trainer
+from qklab.train.trainer import BaseTrainer, PendingStep, State
 
 LOGGED = ("bits_per_byte", "accuracy", "sequence_accuracy")  # beside the validation loss
 
@@ -63,7 +62,7 @@ class Loop:
     diverges ends there, and the others do not notice.
     """
 
-    def __init__(self, trainer: Trainer | PopulationTrainer, members: Sequence[Member], display: Display):
+    def __init__(self, trainer: BaseTrainer, members: Sequence[Member], display: Display):
         self.trainer, self.members, self.display = trainer, list(members), display
         self.spec, self.execution, self.machine = trainer.spec, trainer.execution, trainer.machine
         self.state = self.members[0].state  # all have the same step and the same share of the time
@@ -76,27 +75,27 @@ class Loop:
         pending: PendingStep | None = None
         first = True
         try:
-            while self.progress() < 1:
-                before, began = self.progress(), time.perf_counter()
-                done = self.upcoming()
+            while self.measure_progress() < 1:
+                before, began = self.measure_progress(), time.perf_counter()
+                done = self.foresee_progress()
                 lrs = [member.spec.optimiser.lr * member.spec.schedule.factor(done) for member in self.members]
                 earlier, pending = pending, self.trainer.step(next(batches), lrs)
                 self.finish_step(earlier)
                 if first or not self.trainer.deferred:
                     pending = self.finish_step(pending)
                 self.count(time.perf_counter() - began, first)
-                stopping = self.stopping(stop)
-                if stopping or self.find_diverging() or self.something_due(before):
+                stopping = self.should_stop(stop)
+                if stopping or self.find_diverging() or self.is_anything_due(before):
                     pending = self.finish_step(pending)
                 if not self.retire_diverging(end):
                     return "diverged"
                 improved = self.evaluate_where_due(before)
                 if first:
                     first, self.last_save = False, time.monotonic()
-                if self.save_due(any(improved), stopping):
+                if self.should_save(any(improved), stopping):
                     pending = self.finish_step(pending)
                     self.save(improved)
-                if stopping and self.progress() < 1:
+                if stopping and self.measure_progress() < 1:
                     return "interrupted"
         finally:
             batches.close()
@@ -122,13 +121,13 @@ class Loop:
                 self.display.say(which + member.describe_skip(pending.step, nats, norm))
         shown = fmean(values[run][0] for run, _ in self.live)
         self.display.show(
-            min(1.0, self.progress()),
+            min(1.0, self.measure_progress()),
             describe_step(pending.step, self.spec.steps, shown, speed, self.estimate_seconds_left()),
         )
 
     def estimate_seconds_left(self) -> float | None:
         state = self.state
-        if not self.progress() or not state.timed_steps:
+        if not self.measure_progress() or not state.timed_steps:
             return None
         if self.spec.steps is None:
             return self.spec.budget.seconds - state.seconds
@@ -146,9 +145,9 @@ class Loop:
                 end(member)
         return bool(self.live)
 
-    def something_due(self, before: float) -> bool:
+    def is_anything_due(self, before: float) -> bool:
         evaluation = self.spec.evaluation.times
-        return self.progress() >= 1 or self.due(evaluation, before) or self.due(self.spec.probes, before)
+        return self.measure_progress() >= 1 or self.is_due(evaluation, before) or self.is_due(self.spec.probes, before)
 
     def count(self, seconds: float, first: bool) -> None:
         """Add the time of a step, of which each run takes its share."""
@@ -161,24 +160,24 @@ class Loop:
         if self.machine.world > 1 and self.spec.budget.seconds is not None:  # rank 0's clock is everyone's
             self.state.seconds = sum_over_ranks(self.state.seconds if self.machine.main else 0.0)[0]
 
-    def progress(self) -> float:
+    def measure_progress(self) -> float:
         """The part of the budget that is spent."""
         if self.spec.steps is not None:
             return self.state.step / self.spec.steps
         return min(1.0, self.state.seconds / self.spec.budget.seconds)
 
-    def upcoming(self) -> float:
-        """What `progress` will be after the coming step, as far as can be known."""
+    def foresee_progress(self) -> float:
+        """What `measure_progress` will give after the coming step, as far as can be known."""
         if self.spec.steps is not None:
             return (self.state.step + 1) / self.spec.steps
         usual = self.state.seconds / self.state.timed_steps if self.state.timed_steps else 0.0
         return min(1.0, (self.state.seconds + usual) / self.spec.budget.seconds)
 
-    def due(self, times: int, before: float) -> bool:
+    def is_due(self, times: int, before: float) -> bool:
         """Whether one of `times` evenly spaced moments has passed since `before`."""
-        return math.floor(times * self.progress() + 1e-9) > math.floor(times * before + 1e-9)
+        return math.floor(times * self.measure_progress() + 1e-9) > math.floor(times * before + 1e-9)
 
-    def stopping(self, stop: StopRequest) -> bool:
+    def should_stop(self, stop: StopRequest) -> bool:
         """Whether someone asked to stop; raises on all ranks what the main one could not record."""
         failures = [member.recorder.failure for member in self.members]
         asked, failed = sum_over_ranks(stop.came is not None, any(failure is not None for failure in failures))
@@ -186,12 +185,12 @@ class Loop:
             self.flush()
         return asked > 0
 
-    def save_due(self, improved: bool, stopping: bool) -> bool:
-        if stopping or self.checkpoint_due():
-            return self.execution.keep > 0 or self.progress() < 1
-        return self.execution.keep > 0 and (improved or self.progress() >= 1)
+    def should_save(self, improved: bool, stopping: bool) -> bool:
+        if stopping or self.is_checkpoint_due():
+            return self.execution.keep > 0 or self.measure_progress() < 1
+        return self.execution.keep > 0 and (improved or self.measure_progress() >= 1)
 
-    def checkpoint_due(self) -> bool:
+    def is_checkpoint_due(self) -> bool:
         if self.execution.checkpoint_steps is not None:
             return self.state.step % self.execution.checkpoint_steps == 0
         late = time.monotonic() - self.last_save > 60 * self.execution.checkpoint_minutes
@@ -204,7 +203,7 @@ class Loop:
     def evaluate_where_due(self, before: float) -> list[bool]:
         """Evaluate and probe if it is time; of each run whether validation was its best so far."""
         improved = [False] * len(self.members)
-        if self.due(self.spec.evaluation.times, before) and "valid" in self.trainer.windows:
+        if self.is_due(self.spec.evaluation.times, before) and "valid" in self.trainer.windows:
             with self.measure_time("evaluation"):
                 results = self.trainer.evaluate("valid", self.spec.evaluation.tokens)
             for run, member in self.live:
@@ -215,7 +214,7 @@ class Loop:
                 member.recorder.append("evaluation", state.step, split="valid", **result.to_dict())
                 shown = {name: value for name, value in result.to_dict().items() if name in LOGGED}
                 member.recorder.log(state.step, validation_loss=result.loss, **shown)
-        if self.due(self.spec.probes, before):
+        if self.is_due(self.spec.probes, before):
             with self.measure_time("probes"):
                 for run, member in self.live:
                     member.recorder.write_probe(member.state.step, self.trainer.take_probe(run))
@@ -238,3 +237,11 @@ class Loop:
             for run, member in self.live:
                 member.checkpoints.save(self.trainer.snapshot(run), best=best[run])
             self.last_save = time.monotonic()
+
+
+def describe_step(step: int, steps: int | None, loss: float, tokens_per_second: float, left: float | None) -> str:
+    """The line of a training run."""
+    of = f"/{steps:,}" if steps is not None else ""
+    still = f" · {format_duration(left)} left" if left is not None else ""
+    speed = f" · {tokens_per_second:,.0f} tokens/s" if tokens_per_second else ""
+    return f"step {step:,}{of} · loss {loss:.3f}{speed}{still}"

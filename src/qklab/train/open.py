@@ -13,10 +13,10 @@ from qklab.data.shards import Corpus
 from qklab.data.spec import DataError
 from qklab.runs.directory import RunDirectory, RunError
 from qklab.runs.environment import describe_environment, find_commit, hash_code
+from qklab.runs.progress import Display
 from qklab.train.checkpoint import Checkpoint, Checkpoints
 from qklab.train.machine import Machine
 from qklab.train.mend import TOKENIZER, restore_tokenizer
-from qklab.train.progress import Display
 from qklab.train.ranks import call_on_first_rank
 from qklab.train.resume import refuse_other_data
 from qklab.train.spec import ExecutionSpec, RunSpec, pad_vocab
@@ -94,7 +94,8 @@ def open_corpus(spec: RunSpec, data: Path | None, display: Display, before: dict
 
     def find_folder() -> Path:
         try:
-            return prepare_corpus(spec.corpus, data=data, progress=display.live).folder
+            progress = display.report_bytes if display.live else None
+            return prepare_corpus(spec.corpus, data=data, progress=progress).folder
         except DataError:
             folder = Path(before["folder"]) if before is not None else None
             if folder is None or not folder.exists():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from qklab.train.checkpoint.distributed import is_sharded
+from qklab.optim.rows import full_tensor
 from qklab.train.machine import Machine
 from qklab.train.objective import Objective
 from qklab.train.spec import ExecutionSpec
@@ -66,13 +66,7 @@ def accumulate_gradients(step: nn.Module, last: bool) -> AbstractContextManager[
 def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
     """√Σ‖g‖² over all parameters and ranks, a scalar on the device."""
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = nn.utils.get_total_norm(gradients)
-    return gather_tensor(norm)
-
-
-def gather_tensor(tensor: Tensor) -> Tensor:
-    """A sharded tensor whole, on every rank; any other as it is."""
-    return tensor.full_tensor() if is_sharded(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
+    return full_tensor(nn.utils.get_total_norm(gradients))
 
 
 def is_fully_sharded(module: nn.Module) -> TypeGuard["FSDPModule"]:

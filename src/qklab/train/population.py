@@ -19,26 +19,15 @@ from qklab.data.shards import Corpus
 from qklab.model.decoder import Decoder
 from qklab.model.dropout import set_dropout_key
 from qklab.model.stack import list_unstackable, stack, view_member
+from qklab.optim.norms import Table
 from qklab.optim.population import PopulationOptimiser, measure_gradient_norms
 from qklab.runs.directory import RunError
 from qklab.schema import describe_change
-from qklab.train.checkpoint import Checkpoint, Snapshot
-from qklab.train.evaluate import Evaluation, EvaluationSums, evaluate_windows
 from qklab.train.machine import Machine, measure_total_memory
 from qklab.train.objective import Objective
 from qklab.train.parallel import should_compile
 from qklab.train.spec import ExecutionSpec, RunSpec
-from qklab.train.trainer import (
-    PendingStep,
-    State,
-    describe_factors,
-    draw_dropout_key,
-    load_checkpoint,
-    make_probe,
-    order_windows,
-    split_windows,
-    take_snapshot,
-)
+from qklab.train.trainer import BaseTrainer, PendingStep, draw_dropout_key, order_windows
 
 LARGEST = 40_000_000  # parameters of a run that leaves a GPU idle: larger ones follow each other
 MEMORY_SHARE = 0.4
@@ -63,18 +52,19 @@ class SharedOrder:
         return Windows(*joined)  # pyright: ignore[reportArgumentType]
 
 
-class PopulationTrainer:
-    """S runs' models, optimisers and data on one device; asked by run, as `Trainer` is."""
+class PopulationTrainer(BaseTrainer):
+    """S runs' models, optimisers and data on one device."""
+
+    optimiser: PopulationOptimiser
 
     def __init__(self, specs: Sequence[RunSpec], execution: ExecutionSpec, corpus: Corpus, machine: Machine):
         refuse_population(specs, machine)
-        self.specs, self.spec, self.execution, self.corpus, self.machine = specs, specs[0], execution, corpus, machine
-        self.bf16 = self.spec.precision == "bf16"
-        self.states = [State() for _ in specs]
+        super().__init__(specs, execution, corpus, machine)
+        self.members = len(specs)
         with torch.device("cpu"):
-            self.decoder = stack([Decoder(spec.model, seed=spec.seed) for spec in specs]).to(machine.device)
-        self.decoder.recompute(execution.recompute)
-        self.objective = Objective(self.decoder, self.spec.z_loss)
+            decoder = stack([Decoder(spec.model, seed=spec.seed) for spec in specs]).to(machine.device)
+        decoder.recompute(execution.recompute)
+        self.objective = Objective(decoder, self.spec.z_loss)
         compiles = should_compile(execution, machine)
         self.call = torch.compile(self.objective, dynamic=False) if compiles else self.objective
         controls = [spec.logit_control for spec in specs]
@@ -82,8 +72,6 @@ class PopulationTrainer:
         seeds = list(dict.fromkeys(spec.seed for spec in specs))
         self.orders = SharedOrder([order_windows(self.spec.replace(seed=seed), corpus) for seed in seeds])
         self.reads = torch.tensor([seeds.index(spec.seed) for spec in specs], device=machine.device)
-        self.windows = split_windows(self.spec, corpus)
-        self.probes = [make_probe(spec, self.windows) for spec in specs]
         self.dropout_keys = torch.zeros(len(specs), dtype=torch.int64, device=machine.device)
         set_dropout_key(self.decoder, self.dropout_keys)
         self.graph: StepGraph | None = None
@@ -91,16 +79,13 @@ class PopulationTrainer:
 
     @property
     def deferred(self) -> bool:
-        """Whether the host goes on to the next step before it knows how this one went."""
         return self.machine.device.type == "cuda"
 
     def read_batches(self, start: int) -> Batches:
-        """What steps `start`, `start` + 1, … see: rows [U, B, T] of the runs whose order differs."""
+        """Rows [U, B, T] of the runs whose order differs."""
         return Batches(self.orders, start, 0, 1, self.machine.device)
 
     def step(self, batch: Batch, lrs: Sequence[float]) -> PendingStep:
-        """Forward, backward and update of every run on its own rows; nothing changes for one whose loss or gradient is
-        not finite."""
         if self.spec.model.dropout:
             keys = [draw_dropout_key(spec, state.step) for spec, state in zip(self.specs, self.states, strict=True)]
             self.dropout_keys.copy_(torch.tensor(keys), non_blocking=True)
@@ -125,52 +110,16 @@ class PopulationTrainer:
         self.optimiser.step(lrs, ~outcome.isfinite().all(1), norms)
         return outcome
 
-    def evaluate(
-        self,
-        split: str,
-        tokens: int | None,
-        tick: Callable[[float], None] = lambda done: None,
-        sums: EvaluationSums | None = None,
-    ) -> list[Evaluation]:
-        """Each run's loss."""
-        return evaluate_windows(
-            self.objective,
-            self.windows[split],
-            self.corpus.tokenizer.byte_lengths,
-            self.machine,
-            tokens=tokens,
-            rows=max(1, min(self.spec.batch.sequences, 64)),
-            bf16=self.bf16,
-            tick=tick,
-            sums=sums,
-            members=len(self.specs),
-            counts_hits=self.spec.asks != "next token",
-        )
-
     def view_decoder(self, run: int) -> Decoder:
-        """One run's model; its parameters are those that are trained."""
+        """Its parameters are those that are trained."""
         return view_member(self.decoder, run)
 
-    def take_probe(self, run: int) -> dict[str, Any]:
-        """Attention on the probe batch, and what logit control did at the last step."""
-        layers = self.probes[run].measure(self.view_decoder(run))
-        return {"layers": layers} | describe_factors(self.optimiser.factors(run))
+    def factors(self, run: int) -> dict[str, Table]:
+        return self.optimiser.factors(run)
 
     def tensors(self, run: int) -> dict[str, Tensor]:
-        """Everything that a run continues from, under the names it has alone; views of what is trained."""
         model = {f"model.{name}": tensor.detach()[run] for name, tensor in self.decoder.named_parameters()}
         return model | {f"optimiser.{name}": tensor for name, tensor in self.optimiser.tensors(run).items()}
-
-    def snapshot(self, run: int) -> Snapshot:
-        return take_snapshot(self.specs[run], self.states[run], self.tensors(run), self.probes[run])
-
-    def restore(self, checkpoints: Sequence[Checkpoint]) -> None:
-        """Continue each run from its checkpoint; all are of one step."""
-        self.optimiser.materialise()
-        self.states = [
-            load_checkpoint(checkpoint, self.tensors(run), self.probes[run])
-            for run, checkpoint in enumerate(checkpoints)
-        ]
 
 
 class StepGraph:

@@ -27,7 +27,7 @@ def own_rank() -> int:
     return dist.get_rank() if count_ranks() > 1 else 0
 
 
-def sendable(error: Exception) -> Exception:
+def make_sendable(error: Exception) -> Exception:
     """`error`, or one that says the same where it would not survive the way to another process."""
     try:
         pickle.loads(pickle.dumps(error))
@@ -49,7 +49,7 @@ def call_on_first_rank(function: Callable[[], T]) -> T:
         try:
             outcome = [function(), None]
         except Exception as error:
-            dist.broadcast_object_list([None, sendable(error)], src=0)
+            dist.broadcast_object_list([None, make_sendable(error)], src=0)
             raise
     dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
@@ -65,7 +65,7 @@ def call_on_all_ranks(function: Callable[[], T]) -> list[T]:
     try:
         mine = (function(), None)
     except Exception as error:
-        mine = (None, sendable(error))
+        mine = (None, make_sendable(error))
     outcomes: list[Any] = [None] * count_ranks()
     dist.all_gather_object(outcomes, mine)
     for _, error in outcomes:

@@ -11,9 +11,9 @@ from qklab import register
 from qklab.data.tokenizer import Tokenizer
 from qklab.model.decoder import Decoder
 from qklab.runs.directory import RunError
+from qklab.runs.signals import StopRequest
 from qklab.train.loop import Loop
 from qklab.train.machine import Machine
-from qklab.train.signals import StopRequest
 from qklab.train.spec import RunSpec
 from qklab.train.summary import InterruptedEvaluationError
 

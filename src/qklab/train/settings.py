@@ -24,7 +24,7 @@ def resolve_run(values: Mapping[str, Any]) -> tuple[RunSpec, ExecutionSpec]:
     """A run from plain values: RunSpec's fields, with `model` as a recipe's name and changes to it, `attention` as
     changes to its attention, and `execution`."""
     values = dict(values)
-    with naming_table("execution"):
+    with name_table_in_errors("execution"):
         execution = ExecutionSpec.from_dict(take_table(values, "execution"))
     model, attention = dict(take_table(values, "model")), dict(take_table(values, "attention"))
     for name in model:
@@ -32,9 +32,9 @@ def resolve_run(values: Mapping[str, Any]) -> tuple[RunSpec, ExecutionSpec]:
             raise SpecError("attention is a table of its own: write [attention], not [model.attention].", name)
         if name not in MODEL_KEYS:
             DecoderSpec.refuse_unknown([name])
-    with naming_table("corpus"):
+    with name_table_in_errors("corpus"):
         values["corpus"] = corpus = DataSpec.from_dict(adopt_prepared(take_table(values, "corpus")))
-    with naming_table("model"):
+    with name_table_in_errors("model"):
         task = parse_task(corpus.source)
         if task is not None:
             model = {"context": task.length} | model
@@ -44,7 +44,7 @@ def resolve_run(values: Mapping[str, Any]) -> tuple[RunSpec, ExecutionSpec]:
 
 
 @contextmanager
-def naming_table(name: str) -> Iterator[None]:
+def name_table_in_errors(name: str) -> Iterator[None]:
     """An error about a field says in which table."""
     try:
         yield

@@ -78,7 +78,7 @@ class EvaluationSpec(Spec):
     probe_tokens: int = integer_field(256)
 
 
-def benchmark_names(value: Any) -> Any:
+def check_benchmark_names(value: Any) -> Any:
     if value is None:
         return None
     names = value.split(",") if isinstance(value, str) else value
@@ -90,7 +90,7 @@ def benchmark_names(value: Any) -> Any:
     return ",".join(names) or None
 
 
-def fine_tuning_rates(value: Any) -> Any:
+def check_fine_tuning_rates(value: Any) -> Any:
     numbers = tuple(value) if isinstance(value, list | tuple) else ()
     fine = all(isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < 1 for x in numbers)
     if not numbers or not fine or len(set(numbers)) < len(numbers):
@@ -105,9 +105,9 @@ class BenchmarkSpec(Spec):
     tasks of GLUE such as rte, on which it is fine-tuned for `epochs` on `examples` (by default all) at each of `lrs`;
     the rate is chosen on held-out training examples."""
 
-    names: str = checked_field(benchmark_names, None)
+    names: str = checked_field(check_benchmark_names, None)
     questions: int = integer_field(None)
-    lrs: tuple[float, ...] = checked_field(fine_tuning_rates, (1e-5, 3e-5, 1e-4))
+    lrs: tuple[float, ...] = checked_field(check_fine_tuning_rates, (1e-5, 3e-5, 1e-4))
     epochs: int = integer_field(3)
     examples: int = integer_field(None)
 
@@ -121,14 +121,14 @@ class BenchmarkSpec(Spec):
         return [name for name in self.listed if name not in GLUE]
 
 
-def sink_names(value: Any) -> Any:
+def check_sink_names(value: Any) -> Any:
     for name in [] if value is None else value.split(",") if isinstance(value, str) else [value]:
         if not isinstance(name, str) or name.strip() not in SINKS:
             raise ValueError(f"must be names among {', '.join(SINKS)}, separated by commas{suggest_name(name, SINKS)}")
     return value
 
 
-def population_size(value: Any) -> Any:
+def check_population_size(value: Any) -> Any:
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
     whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
@@ -161,8 +161,8 @@ class ExecutionSpec(Spec):
     checkpoint_minutes: float = number_field(5.0, above=0.0)
     checkpoint_steps: int = integer_field(None)
     keep: int = integer_field(2, at_least=0)
-    sinks: str = checked_field(sink_names, None)
-    population: str | int = checked_field(population_size, "auto")
+    sinks: str = checked_field(check_sink_names, None)
+    population: str | int = checked_field(check_population_size, "auto")
 
 
 @dataclass(frozen=True, kw_only=True)

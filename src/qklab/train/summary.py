@@ -13,10 +13,10 @@ from qklab.data.batches import EvaluationWindows
 from qklab.data.shards import Corpus, Split
 from qklab.data.targets import measure_chance
 from qklab.runs.directory import EVALUATING
+from qklab.runs.signals import StopRequest
 from qklab.train.evaluate import EvaluationSums
 from qklab.train.loop import Loop, Member, Status
 from qklab.train.machine import Machine
-from qklab.train.signals import StopRequest
 from qklab.train.spec import RunSpec
 
 SAVE_SECONDS = 30.0

@@ -17,7 +17,9 @@ from qklab.model.decoder import Decoder
 from qklab.model.dropout import set_dropout_key
 from qklab.model.initialise import seed_of
 from qklab.model.spec import DecoderSpec
+from qklab.optim.norms import Table
 from qklab.optim.optimiser import Optimiser
+from qklab.optim.rows import full_tensor
 from qklab.train.checkpoint import Checkpoint, Snapshot
 from qklab.train.evaluate import Evaluation, EvaluationSums, evaluate_windows
 from qklab.train.machine import Machine
@@ -25,7 +27,6 @@ from qklab.train.objective import Objective, named_weights
 from qklab.train.parallel import (
     accumulate_gradients,
     distribute_objective,
-    gather_tensor,
     gradient_norm,
     release_gathered,
     should_compile,
@@ -70,16 +71,98 @@ class PendingStep:
         return [(nats, norm) for nats, norm in self.outcome.tolist()]
 
 
-class Trainer:
-    """One run's model, optimiser and data on one rank.
+class BaseTrainer:
+    """Models, optimisers and data of runs, of which `Trainer` has one and `PopulationTrainer` several; asked by run."""
 
-    What is asked of it goes by run, of which there is one here and are several in `PopulationTrainer`.
-    """
+    objective: Objective
+    optimiser: Any  # Optimiser or PopulationOptimiser
+    members: int | None = None  # where one stacked model is all of them
+
+    def __init__(self, specs: Sequence[RunSpec], execution: ExecutionSpec, corpus: Corpus, machine: Machine):
+        self.specs, self.spec, self.execution, self.corpus, self.machine = specs, specs[0], execution, corpus, machine
+        self.bf16 = self.spec.precision == "bf16"
+        self.states = [State() for _ in specs]
+        self.windows = split_windows(self.spec, corpus)
+        self.probes = [make_probe(spec, self.windows) for spec in specs]
+
+    @property
+    def decoder(self) -> Decoder:
+        return self.objective.decoder
+
+    @property
+    def deferred(self) -> bool:
+        """Whether the host goes on to the next step before it knows how this one went."""
+        raise NotImplementedError
+
+    def read_batches(self, start: int) -> Batches:
+        """What steps `start`, `start` + 1, … see."""
+        raise NotImplementedError
+
+    def step(self, batch: Batch, lrs: Sequence[float]) -> PendingStep:
+        """Forward, backward and update of every run on its own rows; nothing changes for one whose loss or gradient is
+        not finite."""
+        raise NotImplementedError
+
+    def evaluate(
+        self,
+        split: str,
+        tokens: int | None,
+        tick: Callable[[float], None] = lambda done: None,
+        sums: EvaluationSums | None = None,
+    ) -> list[Evaluation]:
+        """Each run's loss."""
+        result = evaluate_windows(
+            self.objective,
+            self.windows[split],
+            self.corpus.tokenizer.byte_lengths,
+            self.machine,
+            tokens=tokens,
+            rows=self.execution.rows or max(1, min(self.spec.batch.sequences // self.machine.world, 64)),
+            bf16=self.bf16,
+            tick=tick,
+            sums=sums,
+            members=self.members,
+            counts_hits=self.spec.asks != "next token",
+        )
+        release_gathered(self.objective)
+        return result
+
+    def view_decoder(self, run: int) -> Decoder:
+        """One run's model, whole."""
+        raise NotImplementedError
+
+    def factors(self, run: int) -> dict[str, Table]:
+        """What logit control did at a run's last step."""
+        raise NotImplementedError
+
+    def take_probe(self, run: int) -> dict[str, Any]:
+        """Attention on the probe batch, and what logit control did at the last step."""
+        layers = self.probes[run].measure(self.view_decoder(run))
+        return {"layers": layers} | describe_factors(self.factors(run))
+
+    def tensors(self, run: int) -> dict[str, Tensor]:
+        """Everything that a run continues from, under the names it has alone; views of what is trained."""
+        raise NotImplementedError
+
+    def snapshot(self, run: int) -> Snapshot:
+        return take_snapshot(self.specs[run], self.states[run], self.tensors(run), self.probes[run])
+
+    def restore(self, checkpoints: Sequence[Checkpoint]) -> None:
+        """Continue each run from its checkpoint; all are of one step."""
+        self.optimiser.materialise()
+        self.states = [
+            load_checkpoint(checkpoint, self.tensors(run), self.probes[run])
+            for run, checkpoint in enumerate(checkpoints)
+        ]
+
+
+class Trainer(BaseTrainer):
+    """One run's model, optimiser and data on one rank."""
+
+    optimiser: Optimiser
 
     def __init__(self, spec: RunSpec, execution: ExecutionSpec, corpus: Corpus, machine: Machine):
-        self.spec, self.execution, self.corpus, self.machine = spec, execution, corpus, machine
-        self.bf16 = spec.precision == "bf16"
-        self.states = [State()]
+        super().__init__([spec], execution, corpus, machine)
         if machine.world == 1 and should_compile(execution, machine):
             self.objective, self.call = build_compiled(spec.model, spec.z_loss, execution, machine, self.bf16)
             renew_decoder(self.decoder, spec.seed)
@@ -88,21 +171,14 @@ class Trainer:
             self.call = distribute_objective(self.objective, execution, machine, self.bf16)
         self.optimiser = Optimiser(spec.optimiser, self.decoder, spec.logit_control)
         self.order = order_windows(spec, corpus)
-        self.windows = split_windows(spec, corpus)
-        self.probe = make_probe(spec, self.windows)
         self.dropout_key = torch.zeros(1, dtype=torch.int64, device=machine.device)
         set_dropout_key(self.decoder, self.dropout_key)
 
-    @property
-    def decoder(self) -> Decoder:
-        return self.objective.decoder
-
     def read_batches(self, start: int) -> Batches:
-        """What steps `start`, `start` + 1, … see."""
         return Batches(self.order, start, self.machine.rank, self.machine.world, self.machine.device)
 
     def step(self, batch: Batch, lrs: Sequence[float]) -> PendingStep:
-        """Forward, backward and update on one global batch; nothing changes if loss or gradient is not finite."""
+        """On one global batch."""
         (state,), (lr,) = self.states, lrs
         rows = min(self.execution.rows or len(batch.ids), len(batch.ids))
         parts = batch.micro_batches(rows)
@@ -132,8 +208,7 @@ class Trainer:
 
     @property
     def deferred(self) -> bool:
-        """Whether the host goes on to the next step before it knows how this one went; the device then skips a bad
-        update by itself, which fused AdamW can and Muon cannot."""
+        """The device then skips a bad update by itself, which fused AdamW can and Muon cannot."""
         return self.machine.device.type == "cuda" and self.spec.optimiser.kind == "adamw" and not self.sharded
 
     def average_over_ranks(self, nats: Tensor, norm: Tensor) -> Tensor:
@@ -144,56 +219,19 @@ class Trainer:
             pair = pair / self.machine.world
         return pair
 
-    def evaluate(
-        self,
-        split: str,
-        tokens: int | None,
-        tick: Callable[[float], None] = lambda done: None,
-        sums: EvaluationSums | None = None,
-    ) -> list[Evaluation]:
-        """Each run's loss."""
-        rows = self.execution.rows or max(1, min(self.spec.batch.sequences // self.machine.world, 64))
-        result = evaluate_windows(
-            self.objective,
-            self.windows[split],
-            self.corpus.tokenizer.byte_lengths,
-            self.machine,
-            tokens=tokens,
-            rows=rows,
-            bf16=self.bf16,
-            tick=tick,
-            sums=sums,
-            counts_hits=self.spec.asks != "next token",
-        )
-        release_gathered(self.objective)
-        return result
-
     def view_decoder(self, run: int) -> Decoder:
-        """The model, whole."""
         return gather_decoder(self.decoder) if self.sharded else self.decoder
 
-    def take_probe(self, run: int) -> dict[str, Any]:
-        """Attention on the probe batch, and what logit control did at the last step."""
-        layers = self.probe.measure(self.view_decoder(run))
-        return {"layers": layers} | describe_factors(self.optimiser.factors())
+    def factors(self, run: int) -> dict[str, Table]:
+        return self.optimiser.factors()
 
     @property
     def sharded(self) -> bool:
         return self.machine.world > 1 and self.execution.parallel == "fsdp"
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Everything that training continues from, by name; the tensors themselves."""
+    def tensors(self, run: int) -> dict[str, Tensor]:
         model = {f"model.{name}": tensor.detach() for name, tensor in named_weights(self.decoder)}
         return model | {f"optimiser.{name}": tensor for name, tensor in self.optimiser.tensors().items()}
-
-    def snapshot(self, run: int) -> Snapshot:
-        return take_snapshot(self.spec, self.states[run], self.tensors(), self.probe)
-
-    def restore(self, checkpoints: Sequence[Checkpoint]) -> None:
-        """Continue each run from its checkpoint."""
-        (checkpoint,) = checkpoints
-        self.optimiser.materialise()
-        self.states = [load_checkpoint(checkpoint, self.tensors(), self.probe)]
 
 
 def build_objective(model: DecoderSpec, seed: int, z_loss: float, machine: Machine) -> Objective:
@@ -286,5 +324,5 @@ def gather_decoder(sharded: Decoder) -> Decoder:
     plain = Decoder(sharded.spec, seed=0).to(device)
     weights = dict(named_weights(plain))
     for name, tensor in named_weights(sharded):
-        weights[name].copy_(gather_tensor(tensor))
+        weights[name].copy_(full_tensor(tensor))
     return plain

@@ -271,7 +271,7 @@ def _couple_backward(
 def _(
     dq: Tensor, dk: Tensor, q: Tensor, k: Tensor, angles: list[Tensor], weights: list[Tensor], *choices: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows, spans = layout(weights, k.shape[2], choices[-1])
+    rows, spans = lay_out_gradients(weights, k.shape[2], choices[-1])
     total = max((stop for _, stop in spans), default=0)
     wide = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty(q.shape), k.new_empty(k.shape), q.new_empty((rows, total), dtype=wide)
@@ -282,7 +282,7 @@ def is_per_head(weight: Tensor, members: int | None) -> bool:
     return weight.dim() == 3 + (members is not None)
 
 
-def layout(weights: list[Tensor], G: int, members: int | None) -> tuple[int, list[tuple[int, int]]]:
+def lay_out_gradients(weights: list[Tensor], G: int, members: int | None) -> tuple[int, list[tuple[int, int]]]:
     """How the gradients of the weights lie in a row, and how many rows there are: one, or one for each key head; of
     every member."""
     spans, start, own, S = [], 0, False, members or 1
@@ -306,7 +306,7 @@ def give_gradients(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Any, ...]:
     angles, weights = rest[: ctx.turns], rest[ctx.turns :]
     dq, dk, flat = _couple_backward(dq, dk, q, k, angles, weights, *ctx.choices)
     members = ctx.choices[-1]
-    _, spans = layout(weights, k.shape[2], members)
+    _, spans = lay_out_gradients(weights, k.shape[2], members)
     flat = flat.unflatten(0, (members or 1, -1))  # [S, G or 1, total]
     gradients = []
     for weight, (start, stop) in zip(weights, spans, strict=True):

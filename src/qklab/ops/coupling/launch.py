@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qklab.ops.coupling import gradients, kernels, uncoupled
-from qklab.ops.coupling.api import is_per_head, layout
+from qklab.ops.coupling.api import is_per_head, lay_out_gradients
 from qklab.ops.coupling.maps import MAPS
 from qklab.ops.coupling.networks import GRADIENT, LINEAR, MLP, MapParameters, NetworkPointers
 from qklab.ops.coupling.tiles import INTERPRETED, AngleTables, Constants, Gains, Heads
@@ -111,7 +111,7 @@ class Call:
         self.plain = steps == 1 and eps is None
         self.wide = torch.promote_types(q.dtype, torch.float32)
         self.weights = {name: w.contiguous() for name, w in zip(names.split(","), weights, strict=True)}
-        self.gradient_rows, spans = layout(weights, self.G, members)
+        self.gradient_rows, spans = lay_out_gradients(weights, self.G, members)
         self.starts = {name: start for name, (start, _) in zip(self.weights, spans, strict=True)}
         self.total = max((stop for _, stop in spans), default=0)
         self.angles = self.place_angles(angles)

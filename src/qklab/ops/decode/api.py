@@ -1,7 +1,7 @@
 """Attention over a cache: one call, several routes (README.md beside this says which is taken when, and why)."""
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -180,17 +180,6 @@ _decode = torch.library.custom_op("qklab::decode", launch, mutates_args=())
 
 
 @_decode.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    starts: Tensor | None,
-    lengths: Tensor | None,
-    sinks: Tensor | None,
-    window: int | None,
-    value_width: int,
-    scale: float,
-) -> Tensor:
+def _(q: Tensor, *others: Any) -> Tensor:
+    value_width = others[-2]
     return q.new_empty(*q.shape[:3], value_width)

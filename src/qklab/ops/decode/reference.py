@@ -27,7 +27,7 @@ def decode(
     if angles is not None:
         k = rotate_cached(k, angles, starts)
     scores = torch.einsum("btgrd,bsgd->bgrts", q.unflatten(2, (G, H // G)).to(wide), k.to(wide)) * scale
-    seen = visible(T, S, starts, lengths, q.device, window)  # [B or 1, 1, T, S]
+    seen = find_visible_slots(T, S, starts, lengths, q.device, window)  # [B or 1, 1, T, S]
     scores = scores.masked_fill(~seen[:, :, None], -torch.inf)
     weights = scores.softmax(-1)
     if sinks is not None:
@@ -39,7 +39,7 @@ def decode(
     return torch.einsum("bgrts,bsgd->btgrd", weights, v).flatten(2, 3)
 
 
-def visible(
+def find_visible_slots(
     queries: int,
     slots: int,
     starts: Tensor | None,

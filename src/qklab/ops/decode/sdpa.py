@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from qklab.ops.decode.reference import rotate_cached, visible
+from qklab.ops.decode.reference import find_visible_slots, rotate_cached
 from qklab.ops.rope import Angles
 
 
@@ -34,7 +34,7 @@ def decode(
         k = rotate_cached(k, angles, starts)
     mask = None
     if T > 1 or starts is not None or lengths is not None or (window is not None and window < k.shape[1]):
-        mask = visible(T, k.shape[1], starts, lengths, q.device, window)
+        mask = find_visible_slots(T, k.shape[1], starts, lengths, q.device, window)
     # a single query's heads of one group are as good as that many queries of one head, which every backend takes;
     # cuDNN and flash take groups themselves, and cuDNN is the faster for it
     packed = T == 1 and not (q.is_cuda and mask is None and k.shape[3] == v.shape[3] <= 128)

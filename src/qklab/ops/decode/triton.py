@@ -27,7 +27,7 @@ class Config(NamedTuple):
     block_n: int  # slots at a time
     warps: int
     stages: int  # blocks under way from memory
-    chunk: int | None = None  # slots of one program; None: as `chunk_slots` finds
+    chunk: int | None = None  # slots of one program; None: as `choose_chunk` finds
     resident: int = 3  # programs that fit onto a multiprocessor
 
 
@@ -48,7 +48,7 @@ def add_product(b_x, b_y, b_sum):
 
 
 @triton.jit
-def keep(p_rows, o_d, b_o, m_rows, W: tl.constexpr):
+def store_columns(p_rows, o_d, b_o, m_rows, W: tl.constexpr):
     """b_o [rows, len(o_d)] into entries o_d < W of the rows at p_rows."""
     p_block = p_rows[:, None] + o_d[None, :]
     tl.store(p_block, b_o.to(p_rows.dtype.element_ty), mask=m_rows[:, None] & (o_d < W)[None, :])
@@ -242,13 +242,13 @@ def attend_kernel(
             b_share = 1 / tl.where(b_total > 0, b_total, 1.0)
         p_outputs = p_o + o_out * E
         if SHARED:
-            keep(p_outputs, o_a, b_oa * b_share[:, None], m_m, WA)
+            store_columns(p_outputs, o_a, b_oa * b_share[:, None], m_m, WA)
         else:
-            keep(p_outputs, o_v, b_oa * b_share[:, None], m_m, WV)
+            store_columns(p_outputs, o_v, b_oa * b_share[:, None], m_m, WV)
         if TURN:
-            keep(p_outputs + WA, o_b, b_ob * b_share[:, None], m_m, WB)
+            store_columns(p_outputs + WA, o_b, b_ob * b_share[:, None], m_m, WB)
             if WC > 0:
-                keep(p_outputs + WA + WB, o_c, b_oc * b_share[:, None], m_m, WC)
+                store_columns(p_outputs + WA + WB, o_c, b_oc * b_share[:, None], m_m, WC)
 
 
 @triton.jit(do_not_specialize=["S", "T", "chunk", "splits", "window"])
@@ -305,12 +305,12 @@ def combine_kernel(
     tl.store(p_row + o_e, (b_o / tl.where(total > 0, total, 1.0)).to(p_o.dtype.element_ty), mask=o_e < E)
 
 
-def block(width: int) -> int:
+def choose_block(width: int) -> int:
     """The block that holds `width` entries; products need at least 16."""
     return max(16, triton.next_power_of_2(width))
 
 
-def configuration(rows: int, widest: int, itemsize: int, shared: bool, turned: bool) -> Config:
+def choose_config(rows: int, widest: int, itemsize: int, shared: bool, turned: bool) -> Config:
     """For `rows` query rows in a block, keys of `widest` entries padded, of `itemsize` bytes each."""
     if itemsize > 2:
         return Config(block_n=16 if widest > 128 else 32, warps=4, stages=2)
@@ -321,7 +321,7 @@ def configuration(rows: int, widest: int, itemsize: int, shared: bool, turned: b
     return Config(block_n=128 if shared and rows == 16 and widest <= 128 else 64, warps=4, stages=3)
 
 
-def chunk_slots(S: int, programs: int, at_once: int, block_n: int) -> int:
+def choose_chunk(S: int, programs: int, at_once: int, block_n: int) -> int:
     """Slots of one program, where unsplit there would be `programs` of them and the GPU runs `at_once` at a time.
 
     As few rounds of programs as keep to `LONGEST` slots each, and as many programs as fill them.
@@ -333,7 +333,7 @@ def chunk_slots(S: int, programs: int, at_once: int, block_n: int) -> int:
 
 
 @functools.cache
-def processors(device: torch.device) -> int:
+def count_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
@@ -367,10 +367,10 @@ def decode(
         return o.zero_()
     BM = min(64, max(16, triton.next_power_of_2(R * T)))
     blocks_m = triton.cdiv(R * T, BM)
-    config = config or configuration(BM, block(max(D, value_width)), q.dtype.itemsize, v is None, turn)
-    at_once = processors(q.device) * config.resident
+    config = config or choose_config(BM, choose_block(max(D, value_width)), q.dtype.itemsize, v is None, turn)
+    at_once = count_processors(q.device) * config.resident
     most = S if window is None or lengths is not None else min(S, window + T - 1)  # slots that are read of a row
-    chunk = config.chunk or chunk_slots(most, B * G * blocks_m, at_once, config.block_n)
+    chunk = config.chunk or choose_chunk(most, B * G * blocks_m, at_once, config.block_n)
     splits = triton.cdiv(most, chunk)
     if splits > 1:
         parts = q.new_empty(B, splits, H * T, value_width, dtype=torch.float32)
@@ -383,7 +383,10 @@ def decode(
     stride_sb = H if sinks is not None and sinks.dim() == 2 else 0
     parts_of_key: dict[str, Any] = {
         **dict(zip(("WA", "WB", "WC", "WV"), (*widths, value_width), strict=True)),
-        **{name: block(width) for name, width in zip(("BA", "BB", "BC", "BV"), (*widths, value_width), strict=True)},
+        **{
+            name: choose_block(width)
+            for name, width in zip(("BA", "BB", "BC", "BV"), (*widths, value_width), strict=True)
+        },
         "SHARED": v is None,
         "TURN": turn,
     }

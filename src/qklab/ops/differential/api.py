@@ -1,39 +1,25 @@
 """Differential attention as calls of plain attention (README.md beside this counts why it has no kernel of its own)."""
 
 from collections.abc import Callable
-from typing import Literal
 
-import torch
 from torch import Tensor
 
 from qklab.ops.members import spread_members
-from qklab.schema import suggest_name
 
 # q [B, T, h, D], k [B, S, g, D], v [B, S, g, E], and sinks [h] or [B, h] where there are any → [B, T, h, E]
 Attend = Callable[..., Tensor]
-Form = Literal["wide", "halves"]
-FORMS: tuple[str, ...] = ("wide", "halves")
 
 
 def differential(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor,
-    attend: Attend,
-    form: Form = "wide",
-    sinks: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor, attend: Attend, sinks: Tensor | None = None
 ) -> Tensor:
     """v1: (A₁ − λ A₂) [v₁;v₂], A_i = softmax(s q_i k_iᵀ): q [B, T, H, D], k, v [B, S, G, D], λ → [B, T, H/2, 2D].
 
     Key/value heads 2g and 2g+1 form a pair; so do the r-th query heads of their two groups. `attend` is plain
-    attention, called once per map: keys and values are views of what came, never copies. "wide" hands it values of
-    width 2D; "halves" calls it once for each half of the values, for kernels that want keys and values of one width.
-    λ may be [S], one for each of the S members that own the B rows one after the other. Of `sinks`, [H] or [B, H],
-    each call gets those of its query heads.
+    attention, called once per map with values of width 2D: keys and values are views of what came, never copies. λ may
+    be [S], one for each of the S members that own the B rows one after the other. Of `sinks`, [H] or [B, H], each call
+    gets those of its query heads.
     """
-    if form not in FORMS:
-        raise ValueError(f"form must be one of 'wide', 'halves'{suggest_name(form, FORMS)}, but {form!r} came.")
     if k.shape[2] % 2 or q.shape[2] % k.shape[2] or k.shape != v.shape:
         raise ValueError(
             "differential attention needs an even number G of key heads dividing H, and values like keys, "
@@ -46,14 +32,11 @@ def differential(
     pairs, groups = k.shape[2] // 2, q.shape[2] // k.shape[2]
     queries = q.unflatten(2, (pairs, 2, groups)).unbind(3)  # [B, T, G/2, H/G, D] each
     keys = k.unflatten(2, (pairs, 2)).unbind(3)  # [B, S, G/2, D] each
-    values = v.unflatten(2, (pairs, 2))
-    parts = (values.flatten(3),) if form == "wide" else values.unbind(3)
+    value = v.unflatten(2, (pairs, 2)).flatten(3)  # [B, S, G/2, 2D]
     own = [()] * 2 if sinks is None else [(s.flatten(-2),) for s in sinks.unflatten(-1, (pairs, 2, groups)).unbind(-2)]
-    outputs = [
-        [attend(query.flatten(2, 3), key, part, *sink) for part in parts]
-        for query, key, sink in zip(queries, keys, own, strict=True)
-    ]
-    first, second = (output[0] if len(output) == 1 else torch.cat(output, -1) for output in outputs)
+    first, second = (
+        attend(query.flatten(2, 3), key, value, *sink) for query, key, sink in zip(queries, keys, own, strict=True)
+    )
     weight = spread_members(weight, len(weight) if weight.dim() else None, len(q), 3)
     return first - (weight * second).to(first.dtype)
 

@@ -48,7 +48,7 @@ def choose_backend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, 
     return "cudnn" if chosen == SDPBackend.CUDNN_ATTENTION.value else "flash"
 
 
-def window_sides(causal: bool, window: int | None) -> dict[str, int]:
+def find_window_sides(causal: bool, window: int | None) -> dict[str, int]:
     """How many tokens before and after its own a query sees, as flash takes it; −1: all."""
     side = -1 if window is None else window - 1
     return {"window_size_left": side, "window_size_right": 0 if causal else side}
@@ -62,7 +62,7 @@ def attend_fused(
     T, aten = q.shape[1], torch.ops.aten
     backend = choose_backend(q, k, v, scale, causal, window)
     if backend == "flash":
-        sides = window_sides(causal, window)
+        sides = find_window_sides(causal, window)
         o, lse, *_ = aten._flash_attention_forward(q, k, v, None, None, T, T, 0.0, causal, False, scale=scale, **sides)
     else:
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, *repeat_heads(q, k, v, backend)))
@@ -80,7 +80,7 @@ def attend_fused(
 
 
 @attend_fused.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, causal: bool, window: int | None) -> Any:
+def _(q: Tensor, *_: Any) -> Any:
     wide = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty(q.shape), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide)
 
@@ -108,7 +108,7 @@ def attend_fused_backward(
     backend = choose_backend(q, k, v, scale, causal, window)
     if backend == "flash":
         state, unused = q.new_empty(2, dtype=torch.uint64), q.new_empty(0)
-        sides = window_sides(causal, window)
+        sides = find_window_sides(causal, window)
         found = aten._flash_attention_backward(
             grad, q, k, v, o, lse, None, None, T, T, 0.0, causal, state, unused, scale=scale, **sides
         )
@@ -127,17 +127,7 @@ def attend_fused_backward(
 
 
 @attend_fused_backward.register_fake
-def _(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    scale: float,
-    causal: bool,
-    window: int | None,
-) -> Any:
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Any:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from qklab.runs.environment import count_cores
+from qklab.study.records import find_newest_checkpoint
 from qklab.study.spec import StudyError
 
 ATTEMPTS = 3  # a unit that is lost so often without any of its runs having got further has failed
@@ -99,12 +100,7 @@ class Unit:
 
             remote = RemoteStudy(self.url, self.study)
             return [remote.measure_progress(task.folder) for task in self.tasks]
-        return [(task.ended, newest_checkpoint(task.folder)) for task in self.tasks]
-
-
-def newest_checkpoint(folder: Path) -> str:
-    """The name of a run's newest checkpoint, which grows with its step; empty if there is none."""
-    return max((path.name for path in folder.glob("checkpoints/step-*")), default="")
+        return [(task.ended, find_newest_checkpoint(task.folder)) for task in self.tasks]
 
 
 class Attempts:

@@ -20,11 +20,11 @@ from typing import NoReturn
 
 from qklab.runs.directory import RunDirectory
 from qklab.runs.files import open_append
+from qklab.runs.progress import Display
 from qklab.study.executors import SAVING, RunTask, Unit
 from qklab.study.records import is_in_use
 from qklab.study.remote import RemoteStudy
 from qklab.train.launch import EXIT_CODES, train_population
-from qklab.train.progress import Display
 from qklab.train.spec import ExecutionSpec, RunSpec
 
 CRASHED, FAILED = 1, 2  # exit codes: an error that may pass, and one that the same run would meet again

@@ -62,7 +62,7 @@ class RemoteFolder:
             for name, (digest, size) in files.items():
                 if there.get(f"objects/{digest}") != size:
                     self.store.write(f"{self.path}/objects/{digest}", folder / name)
-            newest = FolderSnapshot(1 + max(map(number_of, list_names(there)), default=0), files)
+            newest = FolderSnapshot(1 + max(map(parse_number, list_snapshots(there)), default=0), files)
             self.store.write(f"{self.path}/{newest.name}", newest.to_json())
         self.prune(newest, there)
 
@@ -78,8 +78,8 @@ class RemoteFolder:
         before = [snapshot for snapshot in self.read_snapshots(there) if snapshot.number < newest.number]
         kept = [newest, *before[: KEPT - 1]]
         needed = {digest for snapshot in kept for digest, _ in snapshot.files.values()}
-        for name in list_names(there):
-            if name not in {snapshot.name for snapshot in kept} and number_of(name) < newest.number:
+        for name in list_snapshots(there):
+            if name not in {snapshot.name for snapshot in kept} and parse_number(name) < newest.number:
                 old = FolderSnapshot.from_json(self.store.read(f"{self.path}/{name}") or b"")
                 for digest in {digest for digest, _ in old.files.values()} - needed if old is not None else ():
                     self.store.delete(f"{self.path}/objects/{digest}")
@@ -88,7 +88,7 @@ class RemoteFolder:
     def read_snapshots(self, there: dict[str, int] | None = None) -> Iterator[FolderSnapshot]:
         """The snapshots that are whole, newest first."""
         there = self.store.list_sizes(self.path) if there is None else there
-        for name in reversed(list_names(there)):
+        for name in reversed(list_snapshots(there)):
             snapshot = FolderSnapshot.from_json(self.store.read(f"{self.path}/{name}") or b"")
             if snapshot is not None and all(there.get(f"objects/{d}") == size for d, size in snapshot.files.values()):
                 yield snapshot
@@ -125,12 +125,12 @@ class RemoteFolder:
         return to.exists() and to.stat().st_size == size and hash_file(to) == digest
 
 
-def list_names(there: Iterable[str]) -> list[str]:
+def list_snapshots(there: Iterable[str]) -> list[str]:
     """The lists of snapshots, oldest first."""
     return sorted(name for name in there if re.fullmatch(r"snapshots/\d{10}\.json", name))
 
 
-def number_of(name: str) -> int:
+def parse_number(name: str) -> int:
     return int(Path(name).stem)
 
 

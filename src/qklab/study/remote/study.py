@@ -16,7 +16,7 @@ from pathlib import Path
 
 from qklab.runs.environment import find_cache_root
 from qklab.runs.files import copy_file, hash_file, link_file
-from qklab.study.records import ANALYSES, STUDY, is_in_use
+from qklab.study.records import ANALYSES, STUDY, find_newest_checkpoint, is_in_use
 from qklab.study.remote.snapshot import FolderSnapshot, RemoteFolder, describe_progress
 from qklab.study.remote.store import Store, StoreError
 from qklab.study.spec import StudyError
@@ -94,7 +94,7 @@ class RemoteStudy:
             newest = remote.newest()
             if newest is None or is_as_far(run, newest, checkpoints=checkpoints) or is_in_use(run):
                 continue
-            remote.download(run, wants_checkpoint if checkpoints else wants_record, lambda run=run: clear(run))
+            remote.download(run, wants_checkpoint if checkpoints else wants_record, lambda run=run: clear_run(run))
 
     @contextmanager
     def keep_run(self, run: Path) -> Iterator[None]:
@@ -102,7 +102,7 @@ class RemoteStudy:
         remote = self.folder_of(run)
         newest = remote.newest()
         if newest is not None and not is_as_far(run, newest, checkpoints=True):
-            remote.download(run, make_room=lambda: clear(run))
+            remote.download(run, make_room=lambda: clear_run(run))
         done = threading.Event()
         thread = threading.Thread(target=self.send_while_training, args=(remote, run, done), daemon=True)
         thread.start()
@@ -116,7 +116,7 @@ class RemoteStudy:
     def send_while_training(self, remote: RemoteFolder, run: Path, done: threading.Event) -> None:
         sent, at, quiet = "", time.monotonic(), False
         while not done.wait(POLL):
-            newest = max((path.name for path in run.glob("checkpoints/step-*")), default="")
+            newest = find_newest_checkpoint(run)
             if newest == sent and time.monotonic() - at < INTERVAL:
                 continue
             try:
@@ -172,8 +172,8 @@ def is_as_far(run: Path, snapshot: FolderSnapshot, *, checkpoints: bool) -> bool
     record = run / "run.json"
     if not record.exists() or hash_file(record) != snapshot.files.get("run.json", ("", 0))[0]:
         return False
-    names = [path.relative_to(run).as_posix() for path in run.rglob("*")]
-    here, there = describe_progress(names), describe_progress(snapshot.files)
+    here = ((run / "summary.json").exists(), find_newest_checkpoint(run))
+    there = describe_progress(snapshot.files)
     return here >= there if checkpoints else here[0] or (not there[0] and here >= there)
 
 
@@ -187,7 +187,7 @@ def wants_checkpoint(snapshot: FolderSnapshot, name: str) -> bool:
     return wants_record(snapshot, name) or (ended and name.startswith(f"checkpoints/{newest}/"))
 
 
-def clear(run: Path) -> None:
+def clear_run(run: Path) -> None:
     for path in run.iterdir() if run.exists() else ():
         if path.name not in ("lock", "log.txt"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -1,7 +1,7 @@
-"""Differences between two arms over paired seeds: intervals, p-values, and Holm's correction for several arms.
+"""Differences between two arms over paired seeds: intervals, p-values, and corrections for several arms and analyses.
 
 Everywhere a difference is arm − baseline at the same seed, and seeds are the unit of evidence. Levels hold for a number
-of seeds that was fixed before anyone looked; `qklab.study.stats.interim` pays for looking more than once.
+of seeds that was fixed before anyone looked; `alpha_of_each` pays for looking more than once.
 """
 
 import math
@@ -283,6 +283,20 @@ def adjust_holm(p_values: Mapping[Key, float]) -> dict[Key, float]:
     adjusted = np.empty_like(p)
     adjusted[order] = np.minimum(1, np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1)))
     return dict(zip(p_values, adjusted.tolist(), strict=True))
+
+
+def alpha_of_each(alpha: float, analyses: int) -> float:
+    """The level of each of so many analyses of one study that keeps the chance of any false alarm at `alpha`
+    (Bonferroni): one that is judged again after seeds were added has more than one chance to be wrong."""
+    require_fraction("alpha", alpha)
+    if analyses < 1:
+        raise ValueError(f"analyses counts the times the study is judged, at least 1, but {analyses} came.")
+    return alpha / analyses
+
+
+def false_alarm_bound(alpha: float, planned: int, taken: int) -> float:
+    """What the chance of a false alarm is at most after `taken` analyses where `planned` were."""
+    return alpha * max(1.0, taken / planned)
 
 
 def name_seeds(seeds: int) -> str:

@@ -3,14 +3,10 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from scipy import stats as scipy_stats
 
-from qklab.study.stats.paired import Statistic
-
-stats: Any = scipy_stats  # whose own types pyright cannot infer
+from qklab.study.stats.paired import Statistic, t_above, t_quantile
 
 
 @dataclass(frozen=True)
@@ -31,7 +27,7 @@ def measure_sensitivity(
     capped = np.minimum(np.nan_to_num(np.asarray(losses, dtype=float), nan=untrained), untrained)
     each = capped.mean(1) - capped[:, best]
     n = len(each)
-    half = float(stats.t.isf(alpha / 2, n - 1) * each.std(ddof=1) / math.sqrt(n)) if n > 1 else None
+    half = t_quantile(n - 1, 1 - alpha / 2) * float(each.std(ddof=1)) / math.sqrt(n) if n > 1 else None
     return RateSensitivity(float(each.mean()), half, n)
 
 
@@ -47,6 +43,6 @@ def find_best_rates(losses: Sequence[Sequence[float]], best: int, alpha: float =
         if k == best or not np.isfinite(difference).all():
             continue
         mean, error = difference.mean(), difference.std(ddof=1) / math.sqrt(n)
-        if mean == 0 or (error > 0 and stats.t.sf(mean / error, n - 1) >= alpha / (rates - 1)):
+        if mean == 0 or (error > 0 and t_above(n - 1, mean / error) >= alpha / (rates - 1)):
             fine.append(k)
     return list(range(min(fine), max(fine) + 1))

@@ -6,17 +6,10 @@ torch's modules for it take longer to import than the rest of training; they are
 """
 
 import json
-import sys
 from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor, of which there is none where nobody imported its module."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def save_shards(folder: Path, tensors: dict[str, Tensor]) -> list[Path]:

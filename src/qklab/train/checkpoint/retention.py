@@ -87,13 +87,13 @@ def prune_checkpoints(folder: Path, run: str | None, keep: int, latest: Path, sa
 def set_aside(path: Path) -> None:
     """Rename a damaged checkpoint to `damaged-step-…`, where it is neither counted nor overwritten."""
     if path.exists():
-        rename_folder(path, unused_name(path.with_name(f"damaged-{path.name.removeprefix('.')}")))
+        rename_folder(path, find_unused_name(path.with_name(f"damaged-{path.name.removeprefix('.')}")))
 
 
 def delete_checkpoint(path: Path) -> None:
     """Renamed first, so that dying halfway leaves nothing that looks like a damaged checkpoint."""
     if path.exists():
-        renamed = unused_name(path.with_name(f"{TEMPORARY}deleted-{path.name.removeprefix('.')}"))
+        renamed = find_unused_name(path.with_name(f"{TEMPORARY}deleted-{path.name.removeprefix('.')}"))
         rename_folder(path, renamed)
         shutil.rmtree(renamed)
 
@@ -104,7 +104,7 @@ def delete_leftovers(folder: Path) -> None:
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
-def unused_name(path: Path) -> Path:
+def find_unused_name(path: Path) -> Path:
     """`path`, or the first of path-2, path-3, … that does not exist."""
     number, free = 1, path
     while free.exists():

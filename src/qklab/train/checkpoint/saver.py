@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qklab.optim.rows import is_dtensor
 from qklab.runs.files import flush_to_disk, hash_file, remove_temporaries, rename_folder, write_json
 from qklab.train.checkpoint import retention, store
-from qklab.train.checkpoint.distributed import is_sharded, save_shards
+from qklab.train.checkpoint.distributed import save_shards
 from qklab.train.checkpoint.store import Checkpoint, CheckpointError, Snapshot
 from qklab.train.ranks import call_on_all_ranks, call_on_first_rank, own_rank
 
@@ -63,7 +64,7 @@ class Checkpoints:
         """
         manifest = snapshot.describe(self.run, best)
         call_on_first_rank(self.wait)
-        if any(map(is_sharded, snapshot.tensors.values())):
+        if any(map(is_dtensor, snapshot.tensors.values())):
             self.write_shards(manifest, snapshot.tensors)
             return
         if own_rank() == 0:

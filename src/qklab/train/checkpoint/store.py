@@ -21,9 +21,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from qklab.optim.rows import is_dtensor
 from qklab.runs.files import hash_file, write_bytes, write_tensors
 from qklab.schema import format_value
-from qklab.train.checkpoint.distributed import is_sharded, load_shards, part_offsets
+from qklab.train.checkpoint.distributed import load_shards, part_offsets
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -95,7 +96,7 @@ class Checkpoint:
                     f"{self.path} does not fit what it is loaded into: {name} is {saved} in the checkpoint and "
                     f"{asked} in the run; resume with the configuration it was saved with."
                 )
-        if any(map(is_sharded, tensors.values())):
+        if any(map(is_dtensor, tensors.values())):
             load_shards(self.path, tensors)
         else:
             self._copy_into(tensors)

@@ -7,6 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+EVERY = 10.0  # seconds between plain lines
+
 
 class Display:
     """What a run tells people. This one tells nothing: for ranks other than the first, and for callers that only want
@@ -22,6 +24,11 @@ class Display:
 
     def show(self, done: float, line: str) -> None: ...
 
+    def report_bytes(self, what: str, done: int, total: int) -> None:
+        """How many bytes a preparation is through with; what it has to say where both numbers are 0."""
+        if not done and not total:
+            self.say(what)
+
     def close(self) -> None: ...
 
 
@@ -33,14 +40,15 @@ class QuietDisplay(Display):
 
 
 class Terminal(Display):
-    """A bar that is redrawn in place; on a pipe or in a log file a plain line every `every` seconds instead."""
+    """A bar that is redrawn in place; on a pipe or in a log file a plain line every ten seconds instead."""
 
     live = True
 
-    def __init__(self, console: Console | None = None, every: float = 10.0):
-        self.console = console or Console(file=sys.stderr, soft_wrap=True, highlight=False)
-        self.every, self.shown = every, -float("inf")
+    def __init__(self) -> None:
+        self.console = Console(file=sys.stderr, soft_wrap=True, highlight=False)
+        self.shown = -float("inf")
         self.full = False
+        self.begun: dict[str, tuple[float, int]] = {}
         self.bar: Progress | None = None
         self.task: Any = None
 
@@ -54,9 +62,20 @@ class Terminal(Display):
                 self.task = self.bar.add_task("", total=1.0)
                 self.bar.start()
             self.bar.update(self.task, completed=done, description=line)
-        elif (done >= 1 and not self.full) or time.monotonic() - self.shown >= self.every:
+        elif (done >= 1 and not self.full) or time.monotonic() - self.shown >= EVERY:
             self.shown, self.full = time.monotonic(), done >= 1
             self.console.print(f"{done:4.0%}  {line}", markup=False)
+
+    def report_bytes(self, what: str, done: int, total: int) -> None:
+        super().report_bytes(what, done, total)
+        if not done and not total:
+            return
+        now = time.monotonic()
+        begun, before = self.begun.setdefault(what, (now, done))  # what an earlier attempt did tells no rate
+        known = total and done > before
+        left = f", {format_duration((now - begun) * (total - done) / (done - before))} left" if known else ""
+        of = f" of {total / 1e6:.0f}" if total else ""
+        self.show(done / max(1, total), f"{what}: {done / 1e6:.0f}{of} MB{left}")
 
     def close(self) -> None:
         if self.bar is not None:
@@ -72,11 +91,3 @@ def format_duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60} s"
     return f"{whole // 3600} h {whole % 3600 // 60} min"
-
-
-def describe_step(step: int, steps: int | None, loss: float, tokens_per_second: float, left: float | None) -> str:
-    """The line of a training run."""
-    of = f"/{steps:,}" if steps is not None else ""
-    still = f" · {format_duration(left)} left" if left is not None else ""
-    speed = f" · {tokens_per_second:,.0f} tokens/s" if tokens_per_second else ""
-    return f"step {step:,}{of} · loss {loss:.3f}{speed}{still}"

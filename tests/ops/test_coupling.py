@@ -175,6 +175,15 @@ REFUSED: dict[str, dict[str, Any]] = {
         "networks": (network(), Network(torch.zeros(G, h, D), None, torch.zeros(G, D, h))),
     },
     "the outer of leapfrog's network must be of shape [6, 7], but shape [12, 7] came": {"networks": (network(12),)},
+    "the outer of leapfrog's network must be of shape [6, 7], but none came": {
+        "networks": (network()._replace(outer=None),)
+    },
+    "the inner_bias of leapfrog's network must be of shape [7], but shape [6] came": {
+        "networks": (network()._replace(inner_bias=torch.zeros(6)),)
+    },
+    "the outer of leapfrog's network must be absent, but shape [6, 7] came": {
+        "networks": (network()._replace(amplitude=torch.zeros(7)),)
+    },
     "the inner of leapfrog's network must be of shape": {"networks": (Network(torch.zeros(h, D + 1)),)},
     "a gain must have shape [6], but [5] came": {"norm": Norm(1e-6, torch.ones(5))},
     "angles must be cos and sin of shape [2 or 1, 5, 1, at most 3]": {"angles": (torch.zeros(1, T, 1, 4),) * 2},

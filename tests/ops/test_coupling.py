@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from qklab import Attention, AttentionSpec, CouplingSpec
-from qklab.ops.coupling import Network, Norm, couple
+from qklab.ops.coupling import Network, Norm, api, couple
 from qklab.testing.numerics import close, within_budget
 
 B, T, H, G, D, h = 2, 5, 4, 2, 6, 7
@@ -149,6 +149,7 @@ def test_members_are_calls_of_their_own(kind: str, per_head: bool, S: int) -> No
 
 def test_the_kernel_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert api.count_bytes(network(2 * D), torch.bfloat16) == (1 + 2) * 16 * 16 * 2
     with pytest.raises(ValueError, match=r"^couple: impl='triton' cannot run: .*; use impl='reference' or 'auto'\.$"):
         couple(**example(), impl="triton")
     for width, sentence in ((130, "takes heads of up to 128 entries, and these have 130"), (128, "bytes of matrices")):

@@ -3,6 +3,7 @@
 import json
 import math
 import multiprocessing
+import os
 import shutil
 import subprocess
 import sys
@@ -82,8 +83,10 @@ def test_a_second_process_is_refused_and_a_dead_one_is_not_in_the_way(tmp_path: 
     assert (tmp_path / ".run.json.1.tmp").exists()
     holder.kill()
     holder.join()
+    (tmp_path / "lock").write_text("99999999999\n")
     with RunDirectory(tmp_path).lock():
         assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+        assert (tmp_path / "lock").read_text() == f"{os.getpid()}\n"
 
 
 def test_directories_that_are_none(tmp_path: Path) -> None:

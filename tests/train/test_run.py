@@ -6,18 +6,16 @@ import math
 import os
 import resource
 import signal
-import sysconfig
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tiny import Settings, comparable, losses, train_in_two, train_until
 
-from qklab.data import DataSpec, prepare_corpus, sources
+from qklab.data import DataSpec, prepare_corpus
 from qklab.model.decoder import Decoder
 from qklab.runs import RunDirectory, RunError
 from qklab.schema import SpecError
@@ -26,6 +24,7 @@ from qklab.train.evaluate import estimate_error
 from qklab.train.launch import describe_outcome, train
 from qklab.train.load import load_model, sample_text
 from qklab.train.objective import Objective
+from qklab.train.progress import format_duration
 from qklab.train.resume import resolve_request
 from qklab.train.settings import resolve_run
 from qklab.train.spec import ExecutionSpec, RunSpec
@@ -135,6 +134,10 @@ def test_the_unigram_loss_is_the_cross_entropy_of_the_training_frequencies(corpu
     assert measure_unigram_loss(corpus, "valid") == pytest.approx(expected, rel=1e-12)
 
 
+def test_a_duration_is_told_in_its_two_largest_units() -> None:
+    assert [format_duration(s) for s in (0.2, 42, 200, 18_420)] == ["0 s", "42 s", "3 min 20 s", "5 h 7 min"]
+
+
 def test_budgets_in_flops_and_seconds(settings: Settings, tmp_path: Path) -> None:
     spec, _ = settings()
     flops = spec.flops_per_step * 4.5
@@ -240,29 +243,6 @@ def test_a_trained_model_comes_back_and_generates(tiny_run: Path, tmp_path: Path
         assert text == sample_text(decoder, tokenizer, "Lic", 12, temperature=1.0, seed=0)
     with pytest.raises(RunError, match="is not a run directory"):
         load_model(tmp_path)
-
-
-def test_a_model_learns_the_standard_library_well_below_a_unigram_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One package of it, in a few seconds."""
-    package = Path(sysconfig.get_path("stdlib"), "asyncio")
-    monkeypatch.setattr(sources, "sysconfig", SimpleNamespace(get_path=lambda name: str(package)))
-    spec, execution = resolve_run(
-        {
-            "corpus": {"tokenizer": "bytes"},
-            "model": {"layers": 2, "width": 64, "context": 64},
-            "batch": {"sequences": 8},
-            "optimiser": {"lr": 6e-3},
-            "budget": {"tokens": 60_000},
-            "evaluation": {"times": 1},
-            "execution": {"threads": 1},
-        }
-    )
-    summary = train(spec, tmp_path / "run", execution).summary
-    assert summary is not None
-    valid = summary["evaluation"]["valid"]
-    assert valid["loss"] < valid["unigram_loss"] - 0.2
 
 
 # ---- what is refused

@@ -63,6 +63,10 @@ def test_stacked_models_refuse_what_only_a_member_can() -> None:
     for call in (lambda: stacked.new_cache(1, 4), stacked.fold):
         with pytest.raises(StackError, match=r"take .* with unstack"):
             call()
+    dropping = model("standard", layers=1)
+    dropping.blocks[0].add_module("drop", torch.nn.Dropout(0.1))  # as a mechanism of another package may
+    with pytest.raises(StackError, match="torch's dropout would draw other masks"):
+        stack([dropping])
     with pytest.raises(StackError, match=r"ids must have shape \[members, batch, tokens\]"):
         stacked(tokens())
 

@@ -59,6 +59,16 @@ def test_a_run_leaves_everything_it_promises(settings: Settings, tiny_run: Path)
     assert "bits per byte" in describe_outcome(outcome)
 
 
+def test_the_best_is_where_validation_was_lowest_not_last(settings: Settings, tmp_path: Path) -> None:
+    spec, execution = settings(optimiser={"lr": 3.0}, schedule={"warmup": 1.0}, evaluation={"times": 12})
+    summary = train(spec, tmp_path / "run", execution).summary
+    found = {r["step"]: r["loss"] for r in RunDirectory(tmp_path / "run").metrics("evaluation")}
+    best = min(found, key=found.__getitem__)
+    assert best < max(found)
+    assert summary is not None
+    assert summary["best"] == {"step": best, "validation_loss": found[best]}
+
+
 def test_perplexity_and_bits_per_byte_are_those_of_the_whole_split(settings: Settings, tmp_path: Path) -> None:
     """Against one forward pass per document, by hand."""
     spec, execution = settings(model={"context": 2048}, batch={"sequences": 1}, budget={"tokens": 3 * 2048})

@@ -145,6 +145,8 @@ def test_refusals_survive_the_way_back_from_a_worker() -> None:
         AttentionSpec(**BASE, kv_heads=3)
     twin = pickle.loads(pickle.dumps(caught.value))
     assert (str(twin), twin.field, twin.nearest) == (str(caught.value), "kv_heads", {"kv_heads": 2})
+    with pytest.raises(SpecError, match=rf"share must be .*, but '{'k' * 56}\.\.\. came"):
+        AttentionSpec.from_dict(BASE | {"share": "k" * 90})
 
 
 def test_what_is_registered_later_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,7 @@ MORE = [
         for share, heads in (("none", 1), ("none", 2), ("k=v", 2), ("q=k", 4))
     ),
     *(build_spec(share=share, key_shift=True, rope_fraction=1 / 3, norm="qk") for share in SHARED),
+    build_spec(share="k=v", norm="qk", value_norm=True, coupling=CouplingSpec(kind="leapfrog")),
 ]
 
 

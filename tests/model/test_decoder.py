@@ -7,7 +7,8 @@ import torch
 
 from qklab import AttentionSpec, CouplingSpec, Decoder, DecoderSpec, LatentSpec, SpecError, recipe, register
 from qklab.attention.project import PROJECTIONS
-from qklab.model import RECIPES
+from qklab.model import RECIPES, stack
+from qklab.model.stack import StackError
 from qklab.testing import DECODER_CONTRACTS, PATTERNS
 
 SMALL: dict[str, Any] = {"vocab": 97, "context": 24}
@@ -55,6 +56,19 @@ COMPILED = CASES.keys() - {"standard", "(Q,K=V) leapfrog gqa", "differential qk-
 )
 def test_contract(contract: str, name: str, device: str) -> None:
     DECODER_CONTRACTS[contract](CASES[name], device)
+
+
+def test_stacked_models_refuse_what_only_a_member_can() -> None:
+    stacked = stack([model("standard", layers=1) for _ in range(2)])
+    for call in (lambda: stacked.new_cache(1, 4), stacked.fold):
+        with pytest.raises(StackError, match=r"take .* with unstack"):
+            call()
+    dropping = model("standard", layers=1)
+    dropping.blocks[0].add_module("drop", torch.nn.Dropout(0.1))  # as a mechanism of another package may
+    with pytest.raises(StackError, match="torch's dropout would draw other masks"):
+        stack([dropping])
+    with pytest.raises(StackError, match=r"ids must have shape \[members, batch, tokens\]"):
+        stacked(tokens())
 
 
 def test_learned_positions_end_at_the_context() -> None:

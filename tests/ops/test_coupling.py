@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from qklab import Attention, AttentionSpec, CouplingSpec
-from qklab.ops.coupling import Network, Norm, couple
+from qklab.ops.coupling import Network, Norm, api, couple
 from qklab.testing.numerics import close, within_budget
 
 B, T, H, G, D, h = 2, 5, 4, 2, 6, 7
@@ -149,6 +149,7 @@ def test_members_are_calls_of_their_own(kind: str, per_head: bool, S: int) -> No
 
 def test_the_kernel_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert api.count_bytes(network(2 * D), torch.bfloat16) == (1 + 2) * 16 * 16 * 2
     with pytest.raises(ValueError, match=r"^couple: impl='triton' cannot run: .*; use impl='reference' or 'auto'\.$"):
         couple(**example(), impl="triton")
     for width, sentence in ((130, "takes heads of up to 128 entries, and these have 130"), (128, "bytes of matrices")):
@@ -175,6 +176,15 @@ REFUSED: dict[str, dict[str, Any]] = {
         "networks": (network(), Network(torch.zeros(G, h, D), None, torch.zeros(G, D, h))),
     },
     "the outer of leapfrog's network must be of shape [6, 7], but shape [12, 7] came": {"networks": (network(12),)},
+    "the outer of leapfrog's network must be of shape [6, 7], but none came": {
+        "networks": (network()._replace(outer=None),)
+    },
+    "the inner_bias of leapfrog's network must be of shape [7], but shape [6] came": {
+        "networks": (network()._replace(inner_bias=torch.zeros(6)),)
+    },
+    "the outer of leapfrog's network must be absent, but shape [6, 7] came": {
+        "networks": (network()._replace(amplitude=torch.zeros(7)),)
+    },
     "the inner of leapfrog's network must be of shape": {"networks": (Network(torch.zeros(h, D + 1)),)},
     "a gain must have shape [6], but [5] came": {"norm": Norm(1e-6, torch.ones(5))},
     "angles must be cos and sin of shape [2 or 1, 5, 1, at most 3]": {"angles": (torch.zeros(1, T, 1, 4),) * 2},

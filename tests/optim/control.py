@@ -7,10 +7,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from qklab import AttentionSpec, CouplingSpec, LatentSpec
 from qklab.attention.layer import Attention
 from qklab.attention.mix import LatentSoftmax
 from qklab.attention.project import Latent, Projection
-from qklab.attention.spec import AttentionSpec, CouplingSpec, LatentSpec
 from qklab.model import Decoder, DecoderSpec, diagnose
 
 VOCAB = 24

@@ -8,7 +8,7 @@ import torch
 from control import KINDS, decoder, tokens
 from torch import Tensor, nn
 
-from qklab.attention.spec import CouplingSpec
+from qklab import CouplingSpec
 from qklab.model import Decoder
 from qklab.model.stack import stack
 from qklab.optim import LogitControlSpec, Optimiser, OptimiserSpec, PopulationOptimiser, measure_gradient_norms

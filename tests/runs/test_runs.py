@@ -3,6 +3,9 @@
 import json
 import math
 import multiprocessing
+import os
+import shutil
+import subprocess
 import sys
 import time
 from multiprocessing.connection import Connection
@@ -10,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from qklab.runs import MetricsFile, RunDirectory, RunError, read_metrics
+from qklab.runs import MetricsFile, RunDirectory, RunError, environment, read_metrics
 from qklab.runs.environment import describe_environment, find_commit
 from qklab.runs.sinks import SINKS, Sinks
 from qklab.testing.processes import finish_process, start_process
@@ -80,8 +83,10 @@ def test_a_second_process_is_refused_and_a_dead_one_is_not_in_the_way(tmp_path: 
     assert (tmp_path / ".run.json.1.tmp").exists()
     holder.kill()
     holder.join()
+    (tmp_path / "lock").write_text("99999999999\n")
     with RunDirectory(tmp_path).lock():
         assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+        assert (tmp_path / "lock").read_text() == f"{os.getpid()}\n"
 
 
 def test_directories_that_are_none(tmp_path: Path) -> None:
@@ -103,8 +108,31 @@ def test_the_environment_names_versions_and_commit() -> None:
     described = describe_environment({"kind": "cpu"})
     assert described["packages"]["torch"]
     assert json.dumps(described)
+
+
+def test_the_commit_is_that_of_the_checkout_that_has_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shutil.which("git") is None:
+        pytest.skip("no git")
+    file = tmp_path / "package" / "runs" / "environment.py"
+    file.parent.mkdir(parents=True)
+    monkeypatch.setattr(environment, "__file__", str(file))
+
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-c", "user.name=x", "-c", "user.email=x@y", "-C", tmp_path, *words], check=True)
+
+    git("init", "--quiet")
+    git("commit", "--quiet", "--allow-empty", "--message", "empty")
+    file.touch()
+    assert find_commit() is None  # the checkout of something else
+    git("add", ".")
+    git("commit", "--quiet", "--message", "first")
     head = find_commit()
-    assert head is None or len(head.removesuffix("+changes")) == 40
+    assert head is not None
+    assert len(head) == 40
+    file.write_text("changed")
+    assert find_commit() == f"{head}+changes"
 
 
 class Failing:

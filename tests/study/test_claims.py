@@ -178,6 +178,7 @@ def test_a_study_names_one_claim_or_several() -> None:
         ({"published": None}, "claims[0]: Claim needs published, which is missing."),
         ({"source": None}, "claims[0]: Claim needs source, which is missing."),
         ({"published": "-6.6 %"}, "claims[0]: published must be a finite number above -100, but '-6.6 %' came."),
+        ({"corpus": 3}, "claims[0]: corpus must be a text that is not empty, but 3 came."),
         ({"arm": "c"}, "claim A1 is about arm c, which is none of a, b."),
         ({"arm": "a"}, "claim A1 is about arm a, which is the baseline it would be compared with."),
         ({"corpus": "wiki"}, "claim A1 is about corpus wiki, which is none of stdlib."),

@@ -30,6 +30,7 @@ from qklab.study.metrics import find_metric
 from qklab.study.plan import PlannedRun, plan_tuning_runs
 from qklab.study.progress import measure_run_progress
 from qklab.study.records import RunResult, is_in_use, read_result, read_study_record
+from qklab.study.schedule import SLACK
 from qklab.study.spec import StudyError, StudySpec
 from qklab.train.launch import train
 from qklab.train.spec import ExecutionSpec
@@ -407,7 +408,9 @@ def test_every_tokenizer_of_an_arm_is_prepared(tmp_path: Path, monkeypatch: pyte
 # scheduling
 
 
-def test_runs_of_the_second_phase_begin_while_the_first_still_runs(corpus: str, tmp_path: Path) -> None:
+def test_runs_of_the_second_phase_begin_while_the_first_still_runs(
+    corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = small_spec(corpus, seeds=3)
     study = Study(spec, tmp_path)
     plan = list(plan_tuning_runs(spec))
@@ -422,6 +425,8 @@ def test_runs_of_the_second_phase_begin_while_the_first_still_runs(corpus: str, 
     ]
     fabricate(spec, tmp_path, PlannedRun(corpus, "k=v", 1e-2, 0))
     assert len(study.runs.list_missing_runs()) == 4
+    monkeypatch.setattr(RunResult, "process_seconds", 3.0)  # of which 1 for steps
+    assert study.runs.estimate_wall_clock(plan, workers=2) == pytest.approx(SLACK * (4 * 2 + 4 * 1) / 2)
 
 
 def test_progress_and_the_time_left(corpus: str, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import fsspec
 import pytest
 from fsspec.spec import AbstractFileSystem
-from small_study import InProcess, RecordingDisplay, check_whole, small_spec
+from small_study import InProcess, RecordingDisplay, check_whole, small_spec, until
 
 from qklab.runs import RunDirectory
 from qklab.study.execute import Study, StudyInterrupted
@@ -88,6 +87,7 @@ def _frail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fsspec.register_implementation("frail", Frail, clobber=True)
     Frail.renew(tmp_path / "store")
     monkeypatch.setattr(study, "POLL", 0.01)
+    monkeypatch.setattr(study, "INTERVAL", 3600.0)
     monkeypatch.setattr(study, "PAUSE", 0.01)
 
 
@@ -284,8 +284,8 @@ class Machine:
                 for old in sorted(self.run.glob("checkpoints/step-*"))[:-2]:
                     shutil.rmtree(old)
                 name = f"step-{step:010d}"
-                while wait and self.remote.measure_progress(self.run)[1] < name:
-                    time.sleep(0.005)
+                if wait:
+                    until(lambda name=name: self.remote.measure_progress(self.run)[1] >= name, "checkpoint at the URL")
             if end:
                 (self.run / "summary.json").write_text("{}")
 

@@ -103,7 +103,14 @@ def test_three_places_are_welchs_analysis_of_variance() -> None:
 
 
 def test_seeds_that_agree_to_the_last_digit_say_no_more_than_their_signs() -> None:
-    assert estimate_contrast([[0.1, 0.1], [0.1, 0.1]], [0.5, 0.5]).p == 0.5
+    found = estimate_contrast([[0.1, 0.1], [0.1, 0.1]], [0.5, 0.5])
+    assert found.p == 0.5
+    assert [found.exceeds(0.0), found.exceeds(0.2), found.falls_below(0.2), found.falls_below(0.0)] == [
+        0.25,
+        1,
+        0.25,
+        1,
+    ]
     assert interaction_p_value([average_groups([[0.1, 0.1]]), average_groups([[0.2, 0.2]])]) == 1.0
 
 

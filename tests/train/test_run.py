@@ -6,18 +6,16 @@ import math
 import os
 import resource
 import signal
-import sysconfig
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tiny import Settings, comparable, losses, train_in_two, train_until
 
-from qklab.data import DataSpec, prepare_corpus, sources
+from qklab.data import DataSpec, prepare_corpus
 from qklab.model.decoder import Decoder
 from qklab.runs import RunDirectory, RunError
 from qklab.schema import SpecError
@@ -26,6 +24,7 @@ from qklab.train.evaluate import estimate_error
 from qklab.train.launch import describe_outcome, train
 from qklab.train.load import load_model, sample_text
 from qklab.train.objective import Objective
+from qklab.train.progress import format_duration
 from qklab.train.resume import resolve_request
 from qklab.train.settings import resolve_run
 from qklab.train.spec import ExecutionSpec, RunSpec
@@ -58,6 +57,16 @@ def test_a_run_leaves_everything_it_promises(settings: Settings, tiny_run: Path)
     assert set(summary["evaluation"]) == {"valid", "test"}
     assert summary["best"]["validation_loss"] == min(r["loss"] for r in directory.metrics("evaluation"))
     assert "bits per byte" in describe_outcome(outcome)
+
+
+def test_the_best_is_where_validation_was_lowest_not_last(settings: Settings, tmp_path: Path) -> None:
+    spec, execution = settings(optimiser={"lr": 3.0}, schedule={"warmup": 1.0}, evaluation={"times": 12})
+    summary = train(spec, tmp_path / "run", execution).summary
+    found = {r["step"]: r["loss"] for r in RunDirectory(tmp_path / "run").metrics("evaluation")}
+    best = min(found, key=found.__getitem__)
+    assert best < max(found)
+    assert summary is not None
+    assert summary["best"] == {"step": best, "validation_loss": found[best]}
 
 
 def test_perplexity_and_bits_per_byte_are_those_of_the_whole_split(settings: Settings, tmp_path: Path) -> None:
@@ -133,6 +142,10 @@ def test_the_unigram_loss_is_the_cross_entropy_of_the_training_frequencies(corpu
     total = len(train_ids) + corpus.tokenizer.vocab
     expected = -sum(math.log((train_ids.count(t) + 1) / total) for t in valid_ids) / len(valid_ids)
     assert measure_unigram_loss(corpus, "valid") == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_duration_is_told_in_its_two_largest_units() -> None:
+    assert [format_duration(s) for s in (0.2, 42, 200, 18_420)] == ["0 s", "42 s", "3 min 20 s", "5 h 7 min"]
 
 
 def test_budgets_in_flops_and_seconds(settings: Settings, tmp_path: Path) -> None:
@@ -240,29 +253,6 @@ def test_a_trained_model_comes_back_and_generates(tiny_run: Path, tmp_path: Path
         assert text == sample_text(decoder, tokenizer, "Lic", 12, temperature=1.0, seed=0)
     with pytest.raises(RunError, match="is not a run directory"):
         load_model(tmp_path)
-
-
-def test_a_model_learns_the_standard_library_well_below_a_unigram_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One package of it, in a few seconds."""
-    package = Path(sysconfig.get_path("stdlib"), "asyncio")
-    monkeypatch.setattr(sources, "sysconfig", SimpleNamespace(get_path=lambda name: str(package)))
-    spec, execution = resolve_run(
-        {
-            "corpus": {"tokenizer": "bytes"},
-            "model": {"layers": 2, "width": 64, "context": 64},
-            "batch": {"sequences": 8},
-            "optimiser": {"lr": 6e-3},
-            "budget": {"tokens": 60_000},
-            "evaluation": {"times": 1},
-            "execution": {"threads": 1},
-        }
-    )
-    summary = train(spec, tmp_path / "run", execution).summary
-    assert summary is not None
-    valid = summary["evaluation"]["valid"]
-    assert valid["loss"] < valid["unigram_loss"] - 0.2
 
 
 # ---- what is refused

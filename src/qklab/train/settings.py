@@ -17,8 +17,6 @@ from qklab.runs.directory import RunError
 from qklab.schema import SpecError, format_value
 from qklab.train.spec import ExecutionSpec, RunSpec, count_token_ids, pad_vocab
 
-MODEL_KEYS = ("recipe", *(name for name in DecoderSpec.__dataclass_fields__ if name != "attention"))
-
 
 def resolve_run(values: Mapping[str, Any]) -> tuple[RunSpec, ExecutionSpec]:
     """A run from plain values: RunSpec's fields, with `model` as a recipe's name and changes to it, `attention` as
@@ -30,7 +28,7 @@ def resolve_run(values: Mapping[str, Any]) -> tuple[RunSpec, ExecutionSpec]:
     for name in model:
         if name == "attention":
             raise SpecError("attention is a table of its own: write [attention], not [model.attention].", name)
-        if name not in MODEL_KEYS:
+        if name != "recipe":
             DecoderSpec.refuse_unknown([name])
     with name_table_in_errors("corpus"):
         values["corpus"] = corpus = DataSpec.from_dict(adopt_prepared(take_table(values, "corpus")))

@@ -266,8 +266,8 @@ def measure_vectors(attention: Attention, stages: Mapping[str, Any]) -> dict[str
 
 
 def measure_alignment(x: Tensor, y: Tensor) -> Tensor:
-    """Linear CKA of the tokens' vectors x [tokens, n] and y [tokens, m] (Kornblith et al., 2019): from 0 to 1, where one
-    is the other but for a rotation and a scale."""
+    """Linear CKA of the tokens' vectors x [tokens, n] and y [tokens, m] (Kornblith et al., 2019): from 0 to 1, where
+    one is the other but for a rotation and a scale."""
     x, y = x - x.mean(0), y - y.mean(0)
     return (x.mT @ y).square().sum() / ((x.mT @ x).norm() * (y.mT @ y).norm())
 

@@ -18,11 +18,16 @@ from qklab.hf.finetune import FineTuning, finetune
 from qklab.runs.directory import RunDirectory, RunError
 from qklab.runs.progress import Display
 from qklab.schema import SpecError
+from qklab.study.answer import write_answer
 from qklab.study.execute import Study
+from qklab.study.findings import derive_findings
 from qklab.study.metrics import find_metric
+from qklab.study.plan import PlannedRun
+from qklab.study.records import StudyRecord, read_results
 from qklab.study.spec import StudySpec
 from qklab.train.launch import train_population
 from qklab.train.settings import resolve_run
+from qklab.train.spec import ExecutionSpec
 
 WORDS = ["a", "the", "cat", "dog", "sat", "ran", "on", "in", "big", "red"]
 
@@ -186,3 +191,28 @@ def test_a_study_says_what_it_is_compared_on_and_what_is_missing(data: Path, tmp
         pytest.raises((RunError, ValueError), match=r"piqa reads piqa\.jsonl"),
     ):
         study.prepare_corpora(Display())
+
+
+def test_a_study_is_judged_by_glue_at_three_learning_rates_and_five_seeds(data: Path, tmp_path: Path) -> None:
+    plan = make_study(data, "glue", "rte", seeds=5, lrs=[1e-2], margin=1.0)
+    plan.base["benchmarks"]["lrs"] = [1e-4, 1e-3, 1e-2]
+    rows = [[PlannedRun(plan.corpora[0], arm, 1e-2, seed) for seed in range(5)] for arm in plan.arms]
+    for own in rows:
+        specs = [planned.resolve_spec(plan) for planned in own]
+        folders = [planned.folder_in(tmp_path / "study") for planned in own]
+        train_population(specs, folders, ExecutionSpec(device="cpu", threads=1), data=data)
+    StudyRecord(plan, []).write(tmp_path / "study")
+    results = read_results(tmp_path / "study", plan)
+    scored = {(r.planned.arm, r.planned.seed): r.summary["evaluation"]["test"]["benchmarks"]["rte"] for r in results}
+    assert len(scored) == 10
+    assert {own["lr"] for own in scored.values()} <= {1e-4, 1e-3, 1e-2}
+    found = derive_findings(plan, results, plan.corpora[0])
+    assert found.values == {
+        arm: {seed: pytest.approx(100 * scored[arm, seed]["score"]) for seed in range(5)} for arm in plan.arms
+    }
+    assert found.chance == pytest.approx(100 * scored["k=v", 0]["chance"])
+    paired = found.verdicts["k=v"].paired
+    assert paired is not None
+    differences = [scored["k=v", seed]["score"] - scored["standard", seed]["score"] for seed in range(5)]
+    assert (paired.n, paired.mean) == (5, pytest.approx(100 * sum(differences) / 5))
+    assert "points of 100 (chance" in write_answer(plan, results)

@@ -80,8 +80,6 @@ def test_every_task_is_read_from_files_as_glue_has_them(name: str, tmp_path: Pat
 def test_bad_files_and_names_are_told_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no GLUE task 'sst' \(did you mean 'sst2'\?\); there are cola"):
         find_glue_task("sst")
-    with pytest.raises(ValueError, match=r"say with --data which folder holds glue/SST-2/train\.tsv"):
-        read_glue("sst2", None)
     with pytest.raises(ValueError, match=r"SST-2/train\.tsv cannot be read: No such file.*put GLUE's own SST-2/train"):
         read_glue("sst2", tmp_path)
     path = write_task(tmp_path, "sst2") / "glue/SST-2/dev.tsv"
@@ -95,6 +93,54 @@ def test_bad_files_and_names_are_told_in_one_sentence(tmp_path: Path) -> None:
     path.write_text("\n" + "\t".join(["x"] * 9 + ["5.5"]))
     with pytest.raises(ValueError, match="numbers from 0 to 5"):
         read_glue("stsb", tmp_path)
+
+
+def test_lines_end_where_files_end_them_and_quotes_are_text(tmp_path: Path) -> None:
+    folder = tmp_path / "SST-2"
+    folder.mkdir()
+    wild = 'she said " stop', "one\x85two\u2028three\x0cfour", '""', " spaces stay "
+    for split in ("train", "dev"):
+        rows = "".join(f"{text}\t{label % 2}\r\n" for label, text in enumerate(wild)).removesuffix("\r\n")
+        (folder / f"{split}.tsv").write_bytes(f"\ufeffsentence\tlabel\r\n{rows}".encode())
+    test = read_glue("sst2", tmp_path)["test"]
+    assert ([text for (text,) in test.texts], test.labels.tolist()) == (list(wild), [0, 1, 0, 1])
+
+
+@pytest.mark.parametrize("name", GLUE)
+def test_the_hub_is_asked_where_no_folder_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's own columns and labels, as a folder that datasets itself wrote; its answer is that of the files."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.delenv("QKLAB_DATA", raising=False)
+    task, files = GLUE[name], read_glue(name, write_task(tmp_path, name, 12))
+    columns = ["sentence"] if len(task.sentences) == 1 else ["sentence1", "sentence2"]
+    names = {"rte": ["entailment", "not_entailment"]}.get(name, ["no", "yes"])
+    label = datasets.ClassLabel(names=names) if task.words else datasets.Value("float32")
+    features = datasets.Features(dict.fromkeys(columns, datasets.Value("string")) | {"label": label})
+    rows = [
+        dict.fromkeys(columns, f"{WORDS[row % 2]} film {row}")
+        | {"label": 5.0 * (row % 2) if not task.words else row % 2 if name != "rte" else 1 - row % 2}
+        for row in range(12)
+    ]
+    made = {split: datasets.Dataset.from_list(rows, features=features) for split in ("train", "validation")}
+    datasets.DatasetDict(made).save_to_disk(tmp_path / "hub")
+
+    def load(hub: str, config: str) -> Any:
+        assert (hub, config) == ("nyu-mll/glue", name)
+        return datasets.load_from_disk(tmp_path / "hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    found = read_glue(name, None)
+    for split, own in files.items():
+        assert found[split].texts == own.texts
+        assert np.array_equal(found[split].labels, own.labels)
+
+    def refuse(hub: str, config: str) -> Any:
+        raise ConnectionError("no network\nat all")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    told = rf"^{name} cannot be loaded from the hub \(nyu-mll/glue: no network\): say with --data or QKLAB_DATA which"
+    with pytest.raises(ValueError, match=told):
+        read_glue(name, None)
 
 
 @pytest.fixture

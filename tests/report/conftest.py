@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from browser import Browser, chromium
-from fabricated import TINY, TrainTiny, fabricate, fabricate_sizes, make_attention, spec
+from fabricated import TINY, TrainTiny, fabricate, fabricate_difficulties, fabricate_sizes, make_attention, spec
 
 from qklab.data import DataSpec, prepare_corpus
 from qklab.report.build import render_report
@@ -30,12 +30,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two corpora, one arm diverged at one learning rate, maps of every arm; what a study says across three sizes."""
+    """Two corpora, one arm diverged at one learning rate, maps of every arm; what studies say across three sizes and
+    three difficulties."""
     path = tmp_path_factory.mktemp("report") / "report.html"
     data = gather_data([fabricate(path.parent / "s", spec(corpora=["stdlib", "novels"]), diverge=(("affine", 1e-3),))])
     for group in data["groups"]:
         group["attention"] = {arm["name"]: make_attention() for arm in group["arms"]}
-    data["across"] += gather_data([fabricate_sizes(path.parent / "sized")])["across"]
+    others = fabricate_sizes(path.parent / "sized"), fabricate_difficulties(path.parent / "harder")
+    data["across"] += gather_data(others)["across"]
     path.write_text(render_report(data), encoding="utf-8")
     return path
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from qklab.data.tasks import parse_task
 from qklab.study.parts import find_size_folder
 from qklab.study.plan import PlannedRun
 from qklab.study.records import FORMAT, StudyRecord
@@ -98,6 +99,23 @@ def fabricate_sizes(folder: Path) -> Path:
     return folder
 
 
+def fabricate_difficulties(folder: Path) -> Path:
+    """A study of one task with ever more pairs."""
+    base = {"model": {"layers": 4, "width": 64, "context": 64}, "batch": {"sequences": 8}}
+    corpora = [f"task:mqar?pairs={pairs}" for pairs in (16, 4, 8)]
+    study = spec(name="harder", corpora=corpora, metric="accuracy", margin=1.0, base=base, lrs=[3e-3])
+    return fabricate(folder, study, steps=10)
+
+
+def final_accuracy(loss: float, corpus: str) -> dict[str, float]:
+    """Of a run on a task: the harder and the higher its loss, the less."""
+    task = parse_task(corpus)
+    if task is None:
+        return {}
+    hard = getattr(task, "pairs", 0) / 100
+    return {"accuracy": 1.2 - loss / 10 - hard, "chance": 0.02 + hard / 10}
+
+
 def final_loss(planned: PlannedRun, study: StudySpec) -> float:
     """What the run ends with on test text; a model of fewer layers does worse."""
     shared = np.random.default_rng(planned.seed).normal(0, 0.03)
@@ -169,7 +187,11 @@ def write_run(folder: Path, study: StudySpec, planned: PlannedRun, steps: int, d
         (folder / "probes" / f"step-{step:010d}.json").write_text(json.dumps({"step": step, "layers": probe}))
     if not finished:
         return
-    result = {"status": "diverged", "evaluation": {}} if diverged else {"status": "finished", "evaluation": ended(end)}
+    result = (
+        {"status": "diverged", "evaluation": {}}
+        if diverged
+        else {"status": "finished", "evaluation": ended(end, planned.corpus)}
+    )
     write_json(
         folder / "summary.json",
         {
@@ -192,8 +214,8 @@ def scores(loss: float) -> dict[str, Any]:
     return {"loss": loss, "perplexity": math.exp(loss), "bits_per_byte": loss / math.log(2)}
 
 
-def ended(loss: float) -> dict[str, Any]:
-    return {"valid": scores(loss - 0.01), "test": scores(loss)}
+def ended(loss: float, corpus: str) -> dict[str, Any]:
+    return {"valid": scores(loss - 0.01), "test": scores(loss) | final_accuracy(loss, corpus)}
 
 
 def make_attention(heads: int = 2) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 from browser import Browser
-from fabricated import fabricate, make_attention, spec
+from fabricated import fabricate, fabricate_difficulties, make_attention, spec
 
 from qklab import register
 from qklab.report import build_report
@@ -20,7 +20,7 @@ from qklab.report.serve import ReportServer
 from qklab.study.metrics import Metric
 from qklab.study.plan import PlannedRun
 
-ACROSS = ("sizes", "compute", "speed-up", "corpora")
+ACROSS = ("sizes", "compute", "speed-up", "corpora", "difficulty")
 FIGURES = ("forest", *ACROSS, "curves", "rates", "cost", "entropy", "sink", "maps", "logits")
 
 
@@ -49,7 +49,7 @@ def test_every_figure_is_drawn_when_it_comes_into_view_and_nothing_is_asked_for(
     for figure in FIGURES:
         assert browser.run(f"return document.querySelectorAll('#fig-{figure} svg .mark').length") >= 5, figure
         assert "NaN" not in browser.run(f"return document.querySelector('#fig-{figure} svg').outerHTML"), figure
-    assert browser.run("return document.querySelectorAll('section').length") == 13
+    assert browser.run("return document.querySelectorAll('section').length") == 14
     assert browser.complaints == []
     assert browser.requests == [report.as_uri()]
     said = browser.run("try { await fetch('http://127.0.0.1:9/'); return 'sent' } catch (e) { return 'refused' }")
@@ -112,7 +112,37 @@ def test_the_other_corpus_can_be_shown(browser: Browser, report: Path) -> None:
     browser.scroll_through()
     assert browser.run("return document.querySelector('[data-group=\"1\"]').ariaSelected") == "true"
     assert "novels" in text_of(browser, "#fig-curves svg title")
-    assert browser.run("return document.querySelectorAll('.answer').length") == 2
+    assert browser.run("return document.querySelectorAll('.answer').length") == 2 + 1  # the mean over another's corpora
+
+
+def test_scores_stand_against_difficulty_beside_chance_and_the_mean_over_tasks_is_judged(
+    browser: Browser, tmp_path: Path
+) -> None:
+    folder = fabricate_difficulties(tmp_path / "s")
+    browser.show_all(build_report([folder], tmp_path / "r.html", maps=False).as_uri())
+    picture = "#fig-difficulty svg"
+    labels = browser.run(f"return [...document.querySelectorAll('{picture} text')].map(t => t.textContent)")
+    assert [label for label in labels if label in ("4", "8", "16")][:3] == ["4", "8", "16"]
+    assert {"pairs", "accuracy, % of the answers right", "standard", "k=v"} <= {*labels}
+    dotted = browser.run(f"return document.querySelector('{picture} [stroke-dasharray=\"2 4\"]').getAttribute('d')")
+    heights = [float(point.split(",")[1]) for point in dotted.removeprefix("M").split("L")]
+    assert heights == sorted(heights, reverse=True)  # chance rises with the pairs of these runs
+    for arm in range(5):
+        marks = browser.run(
+            f"return [...document.querySelectorAll('{picture} .mark[transform][data-arm=\"{arm}\"]')]"
+            ".map(m => m.getBoundingClientRect().y)"
+        )
+        assert len(marks) == 3
+        assert marks == sorted(marks)  # each less accurate than the one before
+    last = browser.run("return [...document.querySelectorAll('.answer .headline')].at(-1).textContent")
+    assert last.startswith("On the mean of 3 corpora, leapfrog")
+    assert "% of the answers right on average: standard" in text_of(browser, "#verdict")
+    (own,) = gather_data([folder])["across"]
+    assert "their mean" in text_of(browser, "#fig-corpora svg")
+    paired = own["averages"][0]["verdicts"]["k=v"]["paired"]
+    each = [effect["effect"]["estimate"] for row in own["corpora"] if row["arm"] == "k=v" for effect in row["effects"]]
+    assert paired["mean"] == pytest.approx(sum(each) / 3)
+    assert browser.complaints == []
 
 
 def test_light_and_dark_follow_the_system_and_the_button(browser: Browser, report: Path) -> None:

@@ -22,7 +22,7 @@ def test_a_card_has_verdict_interval_seeds_size_cost_command_and_commit(folder: 
     assert 500 < height < 1200
     told = text.read_text(encoding="utf-8")
     (group,) = read_groups([folder])
-    findings = group.find_results()
+    findings = group.findings
     assert told.startswith(f"![{findings.headline}](card.png)\n\n**{findings.headline}.** ")
     assert all(verdict.sentence in told for verdict in findings.verdicts.values())
     assert all(cost in told for cost in findings.costs.values())

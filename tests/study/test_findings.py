@@ -5,12 +5,16 @@ import math
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
+from qklab.study.across import compare_across
 from qklab.study.answer import write_answer
+from qklab.study.difficulty import find_difficulties
 from qklab.study.findings import derive_findings, describe_cost_change, join_names
 from qklab.study.metrics import find_metric
+from qklab.study.parts import StudyPart
 from qklab.study.plan import PlannedRun
 from qklab.study.records import Analyses, RunResult, StudyRecord, read_analyses, read_study_record
 from qklab.study.spec import StudyError, StudySpec
@@ -302,3 +306,33 @@ def test_accuracies_are_averaged_over_corpora_by_seed_with_their_chance() -> Non
     assert "% of the answers right (chance 30.0)" in text
     assert "mean of" not in write_answer(plan.replace(metric="loss"), results)
     assert "mean of" not in write_answer(plan, results[:-4])  # norm has nothing on task:sort yet
+
+
+def test_accuracy_against_difficulty_is_of_one_task_with_one_argument_changed() -> None:
+    corpora = [f"task:mqar?pairs={pairs}&length=256" for pairs in (32, 4, 8)]
+    assert list(find_difficulties(["task:copy", *corpora, "stdlib"])) == [
+        ("mqar", "pairs", {4: corpora[1], 8: corpora[2], 32: corpora[0]})
+    ]
+    others = ["task:mqar", "task:mqar?pairs=8&length=128"], ["task:copy", "task:copy?seed=1"], ["task:needle"]
+    two = "task:mqar?pairs=4", "task:mqar?pairs=16&length=128", "task:sort", "task:sort?length=64"
+    assert [list(find_difficulties(own)) for own in (*others, two)] == [[("mqar", "length", ANY)], [], [], []]
+    results = []
+    for arm, shift in {"standard": 0.0, "k=v": 0.1}.items():
+        for corpus in corpora[:2]:
+            for seed in range(3):
+                one = result(arm, 1e-3, seed, 1.0, corpus)
+                score = {"loss": 1.0, "accuracy": (0.5 if "32" in corpus else 0.9) - shift + seed / 100, "chance": 0.02}
+                one.summary["evaluation"] = {"valid": score, "test": score}
+                results.append(one)
+    plan = study(corpora=corpora, lrs=[1e-3])  # judged by loss: accuracies are shown all the same
+    (found,) = compare_across(plan, [StudyPart(plan, results, "small")]).difficulty
+    told = "standard 91.0 at 4, 51.0 at 32; k=v 81.0 at 4, 41.0 at 32; chance 2.0 at 4, 2.0 at 32."
+    assert found.sentence == f"mqar at small, % of the answers right by pairs: {told}"
+    assert found.sentence in write_answer(plan, results).replace("mqar at nano", "mqar at small")
+    half = 4.303 / math.sqrt(3)  # t at 2 degrees of freedom, and a spread of one point
+    for score in found.scores:
+        assert score.score.high - score.score.estimate == pytest.approx(half, rel=1e-3)
+    assert [(score.arm, score.at, score.seeds) for score in found.scores][:2] == [
+        ("standard", 4, 3),
+        ("standard", 32, 3),
+    ]

@@ -13,7 +13,7 @@ class FinetuneCommand:
         models: run directories or Transformers folders, the first of which is the baseline; or the folder of one study,
             of which every arm's runs are taken
         task: cola, sst2, mrpc, stsb, rte or wnli
-        data: the folder with GLUE's files, as glue/SST-2/train.tsv
+        data: the folder with GLUE's files, as glue/SST-2/train.tsv; else QKLAB_DATA, else the hub, through datasets
         lrs: the learning rates that every model tries
         seeds: fine-tunings of each model and learning rate; a study has as many as its arms have seeds
         epochs: how often the training examples are seen

@@ -1,12 +1,13 @@
-"""GLUE from local files: what its tasks are, how they are read, and how they are scored.
+"""GLUE: what its tasks are, how they are read, and how they are scored.
 
-Each task has a folder by GLUE's own name with train.tsv and dev.tsv as GLUE distributes them, DATA/glue/SST-2/train.tsv
-or DATA/SST-2/train.tsv. The labels of test.tsv are not public, so scores are of dev.tsv, and what is chosen is chosen
-on a tenth of train.tsv.
+In local files each task has a folder by GLUE's own name with train.tsv and dev.tsv as GLUE distributes them,
+DATA/glue/SST-2/train.tsv or DATA/SST-2/train.tsv; where no folder is named, `datasets` reads it from the hub. The
+labels of test.tsv are not public, so scores are of dev.tsv, and what is chosen is chosen on a tenth of train.tsv.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,11 +15,13 @@ import numpy as np
 from scipy import stats
 
 from qklab.data.order import make_permutation
+from qklab.data.sources import list_data_folders
 from qklab.schema import suggest_name
 
 Score = Callable[[np.ndarray, np.ndarray], float]
 HELD_OUT = 0.1  # of the training examples, on which learning rates are chosen
 LARGEST_SCORE = 5.0  # of STS-B
+HUB = "nyu-mll/glue"
 
 
 def score_accuracy(said: np.ndarray, right: np.ndarray) -> float:
@@ -88,18 +91,19 @@ def find_glue_task(name: str) -> GlueTask:
 def read_glue(name: str, data: Path | None, limit: int | None = None) -> dict[str, Examples]:
     """The splits train (its first `limit` examples), valid (a tenth of GLUE's train) and test (GLUE's dev) of a
     task."""
-    task = find_glue_task(name)
-    if data is None:
-        raise ValueError(f"{name} is read from files: say with --data which folder holds glue/{task.folder}/train.tsv.")
-    roots = [root for root in (data / "glue" / task.folder, data / task.folder) if root.is_dir()]
-    folder = roots[0] if roots else data / "glue" / task.folder
-    train = read_examples(task, folder / "train.tsv")
+    task, named = find_glue_task(name), list_data_folders(data)
+    if named:
+        folders = [root / part for root in named for part in (f"glue/{task.folder}", task.folder)]
+        folder = next((folder for folder in folders if folder.is_dir()), folders[0])
+        train, dev = read_examples(task, folder / "train.tsv"), read_examples(task, folder / "dev.tsv")
+    else:
+        train, dev = load_examples(name)
     order = make_permutation(len(train.texts), 0, 5)
     held = max(1, round(HELD_OUT * len(order)))
     return {
         "train": take_examples(train, np.sort(order[held:])[:limit]),
         "valid": take_examples(train, np.sort(order[:held])),
-        "test": read_examples(task, folder / "dev.tsv"),
+        "test": dev,
     }
 
 
@@ -107,9 +111,32 @@ def take_examples(examples: Examples, places: np.ndarray) -> Examples:
     return Examples([examples.texts[i] for i in places.tolist()], examples.labels[places])
 
 
+def load_examples(name: str) -> tuple[Examples, Examples]:
+    """GLUE's train and dev of a task through `datasets`, which has columns and labels of its own."""
+    task = GLUE[name]
+    try:
+        found = import_module("datasets").load_dataset(HUB, name)
+    except Exception as error:  # whatever the network, the hub or its files do, or no datasets at all
+        why = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"{name} cannot be loaded from the hub ({HUB}: {why}): say with --data or QKLAB_DATA which folder holds "
+            f"glue/{task.folder}/train.tsv."
+        ) from None
+    columns = ("sentence",) if len(task.sentences) == 1 else ("sentence1", "sentence2")
+    splits: list[Examples] = []
+    for rows in (found["train"], found["validation"]):
+        texts = list(zip(*(rows[column] for column in columns), strict=True))
+        names = getattr(rows.features["label"], "names", ())  # in RTE's the other way round
+        cells = [names[label] if names and names[label] in task.words else str(label) for label in rows["label"]]
+        labels = [read_label(task, cell, f"row {row} of {HUB}, {name}") for row, cell in enumerate(cells, 1)]
+        splits.append(Examples(texts, np.array(labels, np.int64 if task.words else np.float32)))
+    return splits[0], splits[1]
+
+
 def read_examples(task: GlueTask, path: Path) -> Examples:
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()[task.header :]
+        # a quotation mark is one, and of the marks that end a line for Python only those that do in a file of lines
+        lines = path.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")[task.header :]
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise ValueError(f"{path} cannot be read: {why}; put GLUE's own {task.folder}/{path.name} there.") from None

@@ -54,7 +54,7 @@ def write_card(paths: Sequence[Path], out: Path) -> list[Path]:
 
 def read_card(group: RunGroup) -> Card | None:
     """None where nothing was judged."""
-    findings, study = group.find_results(), group.study
+    findings, study = group.findings, group.study
     if study is None or not findings.verdicts:
         return None
     record, ledger = read_study_record(group.folder), findings.ledgers[study.baseline]

@@ -55,7 +55,7 @@ def is_scored(metric: Metric, groups: Sequence[RunGroup]) -> bool:
 
 
 def describe_group(group: RunGroup, metrics: Sequence[Metric], maps: MapCache | None) -> dict[str, Any]:
-    findings, study = group.find_results(), group.study
+    findings, study = group.findings, group.study
     shown = [run for run in group.runs if speaks_for_its_arm(run, group, findings)]
     machines: list[str] = []
     common = find_common_settings(group.runs)

@@ -4,12 +4,13 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from qklab.runs.directory import RunDirectory, RunError
 from qklab.study.across import compare_across
-from qklab.study.findings import Findings, derive_findings
+from qklab.study.findings import Findings, average_corpora, derive_findings
 from qklab.study.parts import StudyPart, find_size_folder
 from qklab.study.plan import PlannedRun
 from qklab.study.records import RunResult, read_analyses, read_study_record, sum_up_ledger
@@ -63,7 +64,8 @@ class RunGroup:
         except RunError as error:
             self.notes.append(f"Left out: {error}")
 
-    def find_results(self) -> Findings:
+    @cached_property
+    def findings(self) -> Findings:
         """A study's own findings; plain runs are not judged, for no baseline was named before they ran."""
         if self.study is not None:
             return derive_findings(self.study, self.results, self.corpus, read_analyses(self.folder))
@@ -104,15 +106,23 @@ def describe_across(paths: Sequence[Path], groups: Sequence[RunGroup]) -> list[d
     found: list[dict[str, Any]] = []
     for path in find_folders(paths):
         if (path / "study.json").exists():
-            study, parts = read_study_record(path).spec, list[StudyPart]()
+            study, parts, averages = read_study_record(path).spec, list[StudyPart](), list[dict[str, Any]]()
             for size, folder in find_parts(path).items():
                 own = [group for group in groups if group.folder == folder]
                 results = [result for group in own for result in group.results]
                 parts += [StudyPart(group.study, results, size) for group in own[:1] if group.study is not None]
+                average = average_corpora(study, [group.findings for group in own])
+                averages += [] if average is None else [describe_average(average, parts[-1].size)]
             across = compare_across(study, parts)
-            if not across.is_empty:
-                found.append({"title": study.name} | across.to_dict())
+            if averages or not across.is_empty:
+                found.append({"title": study.name, "averages": averages} | across.to_dict())
     return found
+
+
+def describe_average(average: Findings, size: str) -> dict[str, Any]:
+    """The mean over a study's corpora at one size."""
+    verdicts = {arm: verdict.to_dict() for arm, verdict in average.verdicts.items()}
+    return {"size": size, "headline": average.headline, "notes": average.notes, "verdicts": verdicts}
 
 
 def find_folders(paths: Sequence[Path]) -> Iterator[Path]:

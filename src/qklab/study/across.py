@@ -8,6 +8,7 @@ import numpy as np
 
 from qklab.data.tasks import parse_task
 from qklab.study.claims import ClaimVerdict, MeasuredEffect, judge_claim, write_count
+from qklab.study.difficulty import TaskOverDifficulty, compare_difficulty
 from qklab.study.metrics import Metric, find_metric
 from qklab.study.parts import PairedValues, StudyPart
 from qklab.study.plan import write_rounded
@@ -105,6 +106,7 @@ class AcrossFindings:
     sizes: list[ArmOverSizes] = field(default_factory=list)
     compute: list[LossOverCompute] = field(default_factory=list)
     corpora: list[ArmOverCorpora] = field(default_factory=list)
+    difficulty: list[TaskOverDifficulty] = field(default_factory=list)
     claims: list[ClaimResult] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -118,7 +120,7 @@ class AcrossFindings:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.sizes or self.corpora or self.claims or self.notes)
+        return not (self.sizes or self.corpora or self.difficulty or self.claims or self.notes)
 
 
 def compare_across(study: StudySpec, parts: Sequence[StudyPart]) -> AcrossFindings:
@@ -128,6 +130,7 @@ def compare_across(study: StudySpec, parts: Sequence[StudyPart]) -> AcrossFindin
         compare_sizes(study, parts, found)
     if len(study.corpora) > 1 and parts:
         compare_corpora(study, parts, found)
+        found.difficulty = [task for part in parts for task in compare_difficulty(part, found.level)]
     for claim in study.claims:
         effects = list_effects(study, parts, claim.arm, claim.corpus)
         if effects:

@@ -32,6 +32,7 @@ def write_across(found: AcrossFindings) -> str:
     blocks = [
         ("Across sizes", [*(s for arm in found.sizes for s in arm.sentences), *(c.sentence for c in found.compute)]),
         ("Across corpora", [each.sentence for each in found.corpora]),
+        ("Against difficulty", [each.sentence for each in found.difficulty]),
         ("Published", [f"{each.id} ({each.source}): {each.verdict.sentence}" for each in found.claims]),
         ("Left open", found.notes),
     ]

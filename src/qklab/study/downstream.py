@@ -59,7 +59,7 @@ def write_downstream_answer(found: Mapping[str, Any], margin: float) -> str:
     for arm, own in scores.items():
         values = [value for value in own.values() if math.isfinite(value)]
         rate = f"lr {found['lrs'][arm]:g}"
-        lines.append(f"  {arm.ljust(width)}  {fmean(values):6.2f}  {rate}, {len(values)} seeds")
+        lines.append(f"  {arm.ljust(width)}  {fmean(values):6.2f}  {rate}, {len(values)} seed{'s' * (len(values) > 1)}")
     if others and len(scores[baseline]):
         verdicts = judge_arms(
             {arm: scores[arm] for arm in others}, scores[baseline], margin, name=baseline, metric=metric

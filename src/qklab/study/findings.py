@@ -9,7 +9,7 @@ from typing import Any
 
 from qklab.runs.progress import format_duration
 from qklab.study.learned import describe_learning_state, describe_pace, has_barely_learned
-from qklab.study.metrics import find_metric
+from qklab.study.metrics import Metric, find_metric
 from qklab.study.plan import plan_confirming_runs, plan_tuning_runs, write_number, write_rounded
 from qklab.study.records import (
     LOST,
@@ -73,7 +73,7 @@ def derive_findings(
     for arm, took in findings.ledgers.items():
         took["benchmarks"] = sum_up_benchmarks(results, corpus, arm, findings.lrs[arm])
     findings.costs = compare_costs(study, findings.ledgers)
-    findings.chance = find_chance(study, results, corpus)
+    findings.chance = find_chance(find_metric(study.metric), results, corpus)
     hopeless = [arm for arm in study.arms if findings.lrs[arm] is None and arm not in untuned]
     begun = {arm: own for arm in study.arms if (own := collect_values(study, results, lrs, corpus, arm))}
     if untuned:
@@ -117,9 +117,8 @@ def average_corpora(study: StudySpec, findings: Sequence[Findings]) -> Findings 
     return average
 
 
-def find_chance(study: StudySpec, results: Sequence[RunResult], corpus: str) -> float | None:
+def find_chance(metric: Metric, results: Sequence[RunResult], corpus: str) -> float | None:
     """The metric's value without reading a sequence: the same for every run that was evaluated on all of test."""
-    metric = find_metric(study.metric)
     tests = [r.summary.get("evaluation", {}).get("test", {}) for r in results if r.planned.corpus == corpus]
     return next((chance for test in tests if (chance := metric.read_chance(test)) is not None), None)
 

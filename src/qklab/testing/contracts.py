@@ -15,10 +15,16 @@ from qklab.attention.spec import AttentionSpec
 from qklab.model.decoder import Decoder
 from qklab.model.spec import DecoderSpec
 from qklab.model.stack import list_unstackable, stack, unstack
+from qklab.ops.loss.api import IGNORED
+from qklab.optim.optimiser import Optimiser
+from qklab.optim.population import PopulationOptimiser
+from qklab.optim.spec import OptimiserSpec
 from qklab.testing.grid import randomise
 from qklab.testing.numerics import close, within_budget
+from qklab.train.objective import Objective
 
 BATCH, TOKENS, MEMBERS = 2, 6, 3
+STEPS, LR = 2, 1e-2
 
 
 def layer_and_input(spec: AttentionSpec, device: str) -> tuple[Attention, Tensor]:
@@ -173,6 +179,37 @@ def stacking(spec: AttentionSpec, device: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(layer.parameters(), member.parameters(), strict=True))
 
 
+def training(spec: AttentionSpec, device: str) -> None:
+    """Decoders asked for some tokens of packed texts learn together, as a population, what one learns in a loop of
+    torch's own parts over the texts one by one, and another with our loss and optimiser."""
+    model = DecoderSpec(vocab=11, width=spec.width, layers=1, attention=spec, context=TOKENS)
+    decoders = [Decoder(model, seed=seed).double().to(device) for seed in range(2)]
+    stacked, numbers = stack(decoders), OptimiserSpec(lr=LR, weight_decay=0.0, clip=0.0)
+    ids = torch.randint(model.vocab, (BATCH, TOKENS), generator=torch.Generator().manual_seed(1)).to(device)
+    asked = torch.tensor([[0, 1, 1, 1, 1, 0], [1, 0, 0, 1, 0, 1]], device=device).bool()
+    targets = torch.where(asked, ids.flip(1), IGNORED)
+    segments = torch.tensor([[7, 7, 7, 7, 1, 1]], device=device).expand(BATCH, -1)
+
+    betas, rates = (numbers.beta1, numbers.beta2), torch.full((2,), LR, dtype=torch.float64).to(device)
+    plain = torch.optim.AdamW(decoders[0].parameters(), LR, betas, numbers.eps, weight_decay=0.0)
+    ours, population = Optimiser(numbers, decoders[1]), PopulationOptimiser([numbers] * 2, stacked)
+    seen: list[Tensor] = []
+    for _ in range(STEPS):
+        for optimiser in (plain, ours, population):
+            optimiser.zero_grad()
+        logits = torch.cat([decoders[0](text) for text in ids.split([4, 2], 1)], 1)
+        alone = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+        other, _ = Objective(decoders[1])(ids, targets, segments)
+        together, _ = Objective(stacked)(*(tensor.expand(2, -1, -1) for tensor in (ids, targets, segments)))
+        (alone + other + together.sum()).backward()
+        plain.step()
+        ours.step(LR)
+        population.step(rates, torch.zeros_like(rates, dtype=torch.bool))
+        seen.append(together.detach())
+        close(seen[-1], torch.stack([alone, other]).detach())
+    assert (seen[-1] < seen[0]).all()
+
+
 Contract = Callable[[AttentionSpec, str], None]
 CONTRACTS: dict[str, Contract] = {
     contract.__name__: contract
@@ -187,17 +224,19 @@ CONTRACTS: dict[str, Contract] = {
         cache_size,
         saving,
         stacking,
+        training,
     )
 }
 CAUSAL_ONLY = {"causality", "cached_decoding", "left_padding", "cache_size"}
 
 
 def contracts_of(spec: AttentionSpec) -> list[str]:
-    """The promises this spec makes: those about order and caches only where it is causal, and stacking only where
-    every mechanism says how its parameters take members, which another package's need not."""
-    left_out = set[str]() if spec.causal else set(CAUSAL_ONLY)
+    """The promises this spec makes: those about order and caches only where it is causal, that about training only
+    where it is not; and those about members only where every mechanism says how its parameters take them, which another
+    package's need not."""
+    left_out = {"training"} if spec.causal else set(CAUSAL_ONLY)
     if list_unstackable(Attention(spec)):
-        left_out.add("stacking")
+        left_out |= {"stacking", "training"}
     return [name for name in CONTRACTS if name not in left_out]
 
 

@@ -1,4 +1,5 @@
-// Across sizes and corpora: effects against size, loss against compute, speed-up, arms × corpora; published figures.
+// Across sizes and corpora: effects against size, loss against compute, speed-up, arms × corpora, scores against the
+// difficulty of a task; published figures.
 
 import { data, digits, h, isNumber, short, signed } from "./core.js";
 import { armStyle } from "./colours.js";
@@ -42,16 +43,20 @@ const tellInterval = (own, { middle, low, high }, write) => [
   `${write(middle)}`,
   `${level(own)} interval ${write(low)} to ${isNumber(high) ? write(high) : "no upper limit"}`,
 ];
-// rows of { arm, points: [{ at, place, middle, low, high, isPale, lines }] }, joined by lines; a line at `reference`
+// rows of { arm, points: [{ at, place, middle, low, high, isPale, lines }] }, joined by lines; a line at `reference`,
+// or through its points [at, value]
 function drawRows(own, rows, width, { title, x, y, reference, write }) {
-  const points = rows.flatMap((row) => row.points), isBig = isWide(width);
+  const points = rows.flatMap((row) => row.points), isBig = isWide(width), isLevel = isNumber(reference);
   if (!points.length) return "All arms are hidden.";
   const values = points.flatMap(({ middle, low, high }) => [middle, low, high]);
-  const domain = extent([...values, reference], { pad: 0.08, log: y.log });
+  const beside = isLevel ? [reference] : reference.map(([, value]) => value);
+  const domain = extent([...values, ...beside], { pad: 0.08, log: y.log });
   const room = { left: 70, right: isBig ? nameRoom(rows.map((row) => row.arm)) : 16 };
   const plot = new Plot(width, isBig ? WIDE : NARROW, { ...room, x, y: { ...y, domain }, title });
   const line = { stroke: plot.colours.soft, "stroke-width": 1.5 };
-  plot.path(`M${plot.left},${plot.y(reference).toFixed(1)}H${plot.end}`, line);
+  const through = ([at, value]) => `${plot.x(at).toFixed(1)},${plot.y(value).toFixed(1)}`;
+  if (isLevel) plot.path(`M${plot.left},${plot.y(reference).toFixed(1)}H${plot.end}`, line);
+  else if (reference.length) plot.path(`M${reference.map(through).join("L")}`, { ...line, "stroke-dasharray": "2 4" });
   const labels = rows.map(({ arm, points: all }, k) => {
     const style = styleOf(own, arm), i = own.order.indexOf(arm), shift = (k - (rows.length - 1) / 2) * 9;
     const at = (point) => plot.x(point.at) + shift;
@@ -205,17 +210,22 @@ export const speedUps = makeFigure("speed-up", "Effective speed-up", (own) => fa
 // arms × corpora
 
 const shorten = (name) => {
-  const last = name.split("/").at(-1);
+  const last = name.split("/").at(-1).replace(/^task:/, "");
   return last.length > 16 ? `${last.slice(0, 15)}…` : last;
 };
+const MEAN = "their mean";
 function drawCorpora(figure, width) {
   const [own, size] = readChoice(figure), { difference_unit: unit } = metricOf(own.corpus_metric);
   const here = own.corpora.filter((row) => row.size === size);
   const places = [...new Set(here.flatMap((row) => row.effects.map(({ place }) => place)))];
-  const rows = here.filter((row) => isShown(row.arm)).map(({ arm, effects }) => ({
-    arm,
-    points: effects.map((each) => ({ ...effectPoint(each), at: places.indexOf(each.place) })),
-  }));
+  const { verdicts = {} } = own.averages.find((average) => average.size === size) ?? {};
+  if (Object.keys(verdicts).length) places.push(MEAN);
+  const rows = here.filter((row) => isShown(row.arm)).map(({ arm, effects }) => {
+    const points = effects.map((each) => ({ ...effectPoint(each), at: places.indexOf(each.place) }));
+    const { mean: middle, low, high, n } = verdicts[arm]?.paired ?? {};
+    const average = { at: places.indexOf(MEAN), place: MEAN, middle, low, high, lines: [`${n} seeds`] };
+    return { arm, points: isNumber(low) ? [...points, average] : points };
+  });
   const ticks = places.map((_, k) => k), domain = [-0.4, places.length - 0.6];
   const x = { domain, ticks, format: (k) => shorten(places[k]), label: "corpus" };
   return drawRows(own, rows, width, {
@@ -237,6 +247,51 @@ export const corpora = makeFigure("corpora", "Arms on every corpus", (own) => ow
   },
   draw: drawCorpora,
 });
+
+// scores against the difficulty of a task
+
+const nameTask = ({ task, size }) => `${task} at ${size}`;
+const taskOf = (own, name) => own.difficulty.find((each) => nameTask(each) === name);
+function drawDifficulty(figure, width) {
+  const [own, name] = readChoice(figure), { argument, metric, scores, chance } = taskOf(own, name);
+  const { label, unit } = metricOf(metric), ticks = [...new Set(scores.map(({ at }) => at))].sort((a, b) => a - b);
+  const rows = own.order.filter(isShown).map((arm) => ({
+    arm,
+    points: scores.filter((each) => each.arm === arm).map(({ at, seeds, score: { estimate: middle, low, high } }) => {
+      const guess = chance.filter(([where]) => where === at).map(([, value]) => `chance ${digits(value, 3)}`);
+      return { at, place: `${argument} ${at}`, middle, low, high, lines: [`${seeds} seeds`, ...guess] };
+    }),
+  })).filter((row) => row.points.length);
+  const plot = drawRows(own, rows, width, {
+    title: "Accuracy against difficulty",
+    x: { domain: extent(ticks, { pad: 0.1, log: true }), log: true, ticks, label: argument },
+    y: { label: `${label}, ${unit}` },
+    reference: chance,
+    write: (v) => `${digits(v, 4)} ${unit}`,
+  });
+  if (typeof plot === "string" || !chance.length) return plot;
+  const [at, value] = chance.at(-1), look = { fill: plot.colours.soft, "font-size": 12, "text-anchor": "end" };
+  plot.text(plot.x(at), plot.y(value) - 6, "chance", look);
+  return plot;
+}
+export const difficulty = makeFigure(
+  "difficulty",
+  "Accuracy against difficulty",
+  (own) => own.difficulty.map(nameTask),
+  {
+    caption: (figure) => {
+      const [own, name] = readChoice(figure), { argument, chance } = taskOf(own, name);
+      const dotted = chance.length
+        ? " Dotted: chance, what saying the most frequent answer of each place gets right."
+        : "";
+      return `Every arm on the task with each value of ${argument}, means over seeds with ${
+        level(own)
+      } t intervals, each ` +
+        `of one arm alone; differences between arms are paired by seed, above.${dotted}`;
+    },
+    draw: drawDifficulty,
+  },
+);
 
 // what is said
 

@@ -45,23 +45,17 @@ function tellOtherTests(paired) {
   const bootstrap = isNumber(low) ? `${signed(low, 4)} to ${signed(high, 4)}` : "none from fewer than 5 seeds";
   return `Beside it: bootstrap interval ${bootstrap}; sign-flip test p = ${digits(p, 2)}`;
 }
+function tellArm(i, name, verdict, word, said, took) {
+  const chip = h("span", { class: verdict ? `chip ${word.split(" ")[0]}` : "chip" }, word);
+  const who = h("div", { class: "who" }, h("span", { class: "name" }, swatch(i), name), chip);
+  const beside = [tellOtherTests(verdict?.paired), ...took].filter(Boolean);
+  return h("li", {}, who, h("div", {}, h("p", {}, said), beside.map((line) => h("p", { class: "took" }, line))));
+}
 function armAnswer(own, arm, i) {
   const { verdict, learning } = arm, runs = runsOf(i), none = own.study ? "no result yet" : "run";
   const word = verdict?.verdict ?? (arm === baselineOf(own) ? "baseline" : none);
-  const chip = h("span", { class: verdict ? `chip ${word.split(" ")[0]}` : "chip" }, word);
-  return h(
-    "li",
-    {},
-    h("div", { class: "who" }, h("span", { class: "name" }, swatch(i), arm.name), chip),
-    h(
-      "div",
-      {},
-      h("p", {}, verdict ? verdict.sentence : tellQuality(runs)),
-      h("p", { class: "took" }, tellOtherTests(verdict?.paired)),
-      learning?.efficiency ? h("p", { class: "took" }, learning.efficiency) : null,
-      h("p", { class: "took" }, tellCost(arm, runs)),
-    ),
-  );
+  const said = verdict ? verdict.sentence : tellQuality(runs);
+  return tellArm(i, arm.name, verdict, word, said, [learning?.efficiency, tellCost(arm, runs)]);
 }
 function tellMeasure(own) {
   const { study } = own,
@@ -95,4 +89,19 @@ function groupAnswer(own, k) {
   state.group = before;
   return element;
 }
-export const allAnswers = () => data.groups.map(groupAnswer);
+const averageAnswer = (own, { headline, notes, verdicts }) =>
+  h(
+    "div",
+    { class: "answer" },
+    h("p", { class: "headline" }, headline),
+    notes.map((note) => h("p", { class: "note" }, note)),
+    h(
+      "ul",
+      { class: "arms" },
+      Object.entries(verdicts).map(([arm, verdict]) =>
+        tellArm(own.order.indexOf(arm), arm, verdict, verdict.verdict, verdict.sentence, [])
+      ),
+    ),
+  );
+const allAverages = () => data.across.flatMap((own) => own.averages.map((average) => averageAnswer(own, average)));
+export const allAnswers = () => [...data.groups.map(groupAnswer), ...allAverages()];

@@ -7,7 +7,7 @@ import { group, isHidden } from "./arms.js";
 import { cost, forest, maps, rates } from "./figures.js";
 import { curves, entropy, logits, sink } from "./curves.js";
 import { allAnswers } from "./answer.js";
-import { compute, corpora, sizes, speedUps, tellAcross, tellClaims } from "./across.js";
+import { compute, corpora, difficulty, sizes, speedUps, tellAcross, tellClaims } from "./across.js";
 import { ledgerTable, provenanceTables } from "./provenance.js";
 import { startPage } from "./theme.js";
 
@@ -23,6 +23,7 @@ if (sizes) {
   section("sizes", "Across sizes", figures, h("ul", { class: "said" }, tellAcross()));
 }
 if (corpora) section("corpora", "Across corpora", corpora.element);
+if (difficulty) section("difficulty", "Against difficulty", difficulty.element);
 section("curves", "Learning curves", curves.element);
 section("rates", "Loss against learning rate", rates.element);
 section("cost", "Cost and quality", cost.element);

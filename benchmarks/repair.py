@@ -27,6 +27,8 @@ from qklab.runs.directory import RunDirectory
 from qklab.runs.files import write_json
 from qklab.train.spec import RunSpec
 
+CALIBRATION = 16_384  # tokens
+
 
 @dataclass(frozen=True)
 class Case:
@@ -48,16 +50,14 @@ class Case:
 
 def list_cases(seeds: int) -> list[Case]:
     """By what is asked first: the learning rate, the curve, what is trained and by which loss, calibration."""
+    every = range(seeds)
     cases = [Case(0), Case(0, calibrated=False)]
     cases += [Case(0.03, lr=lr) for lr in (LR / 3, LR, 3 * LR)]
-    every = range(seeds)
     cases += [Case(share, seed) for share in (0.01, 0.03, 0.1) for seed in every]
+    cases += [Case(0.03, seed, calibrated=False) for seed in every]
     cases += [Case(0.03, seed, train="attention") for seed in every]
-    cases += [Case(0.03, seed, next_token=a) for a in (0.5, 1.0) for seed in every]
-    cases += [Case(share, seed, calibrated=False) for share in (0.01, 0.03, 0.1) for seed in every]
-    cases += [Case(0.1, seed, next_token=1.0) for seed in every]
-    cases += [Case(0.1, seed, next_token=1.0, converted=False) for seed in every]
-    cases += [Case(0.1, seed, train="attention") for seed in every]
+    cases += [Case(0.03, seed, next_token=a) for a in (1.0, 0.5) for seed in every]
+    cases += [Case(0.03, seed, next_token=1.0, converted=False) for seed in every]
     return list(dict.fromkeys(cases))
 
 
@@ -65,7 +65,7 @@ def run_case(case: Case, before: Path, train: TokenWindows, held_out: TokenWindo
     """The held-out loss after a repair."""
     old, new = (load_for_conversion(before, "cpu")[0] for _ in range(2))
     if case.converted:
-        calibration = train.read(range(64))[:, :-1] if case.calibrated else None
+        calibration = train.read(range(CALIBRATION // train.context))[:, :-1] if case.calibrated else None
         convert(new, share="k=v", calibration=calibration)
     steps = round(case.share * tokens / (batch * train.context))
     began = time.process_time()

@@ -28,7 +28,7 @@ from qklab.train.signals import StopRequest
 TRAINED = ("all", "attention")
 SCHEDULE = ScheduleSpec(kind="cosine", warmup=0.1, final=0.0)
 SAVED_EVERY = 300.0  # seconds
-WIDTH, LR = 128, 3e-3  # the learning rate that was found best, and the width of the model it was found with
+WIDTH, LR = 128, 1e-3  # the learning rate that was found best, and the width of the model it was found with
 
 
 @dataclass(frozen=True, kw_only=True)

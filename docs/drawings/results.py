@@ -275,35 +275,6 @@ largest_logit = partial(against_steps, quantity="largest_logit", title="largest 
 logit_change = partial(against_steps, quantity="largest_logit_change", title="largest change of a logit in one step")
 
 
-def repair_curve(measured: Results) -> "Figure":
-    """Held-out loss of a model made to have K=V, against the tokens of its repair; a mark for each seed."""
-    model = measured["model"]
-    told = (
-        f"{model['parameters'] / 1e6:.2f} M parameters, {model['tokens'] / 1e6:g} M tokens; marks: seeds of the repair"
-    )
-    figure = new_figure(290, "loss on held-out text, nats per token, against the repair's tokens", told)
-    axes = figure.add_axes((0.1, 0.17, 0.6, 0.62), xscale="log", xlabel="repair, per cent of the training tokens")
-    axes.grid(axis="y")
-    usual = {"calibrated": True, "train": "all", "next_token": 0.0, "converted": True}
-    rows = [row for row in measured["rows"] if usual.items() <= row["case"].items()]
-    lr = next(row["case"]["lr"] for row in rows if row["case"]["share"] == max(r["case"]["share"] for r in rows))
-    curve = [row for row in rows if row["case"]["share"] and row["case"]["lr"] == lr]
-    shares = sorted({row["case"]["share"] for row in curve})
-    found = [[r["nats_per_token"] for r in curve if r["case"]["share"] == share] for share in shares]
-    axes.plot([100 * s for s in shares], [sum(f) / len(f) for f in found], color=STROKE["k"], linewidth=1.6)
-    for share, losses in zip(shares, found, strict=True):
-        axes.plot([100 * share] * len(losses), losses, "o", color=STROKE["k"], markersize=5)
-    axes.set_xticks([100 * share for share in shares], [f"{100 * share:g}" for share in shares])
-    axes.set_xticks([], minor=True)
-    unrepaired = next(row["nats_per_token"] for row in rows if not row["case"]["share"])
-    lines = {"converted, no repair": unrepaired, "before": measured["before"]["nats_per_token"]}
-    lines["K=V from the start"] = measured["scratch"]["nats_per_token"]
-    for name, loss in lines.items():
-        axes.axhline(loss, color=LINE, linestyle="--", linewidth=1)
-        axes.annotate(f"{name}, {loss:.3f}", (1, loss), (8, 0), ("axes fraction", "data"), "offset points", va="center")
-    return figure
-
-
 LAYER = MEASURED.format("layer-51m")
 MEASUREMENTS = {
     "layer-costs.svg": Chart(layer_costs, (LAYER,)),
@@ -313,6 +284,5 @@ MEASUREMENTS = {
     "logit-control-51m-h200-loss.svg": Chart(final_loss, (SWEEPS.format("51m-h200"),)),
     "logit-control-51m-h200-largest-logit.svg": Chart(largest_logit, (SWEEPS.format("51m-h200"),)),
     "logit-control-51m-h200-logit-change.svg": Chart(logit_change, (SWEEPS.format("51m-h200"),)),
-    "repair.svg": Chart(repair_curve, ("benchmarks/results/repair-bytes-cpu.json",)),
     "logit-control-nano-cpu-loss.svg": Chart(final_loss, (SWEEPS.format("nano-cpu"),)),
 }

@@ -24,6 +24,7 @@ COMMANDS = {  # the command NAME is the class NameCommand of qklab.cli.NAME
     "train": "Train a model on a corpus; run the same command again to continue where it stopped.",
     "sample": "Continue a text with a trained model.",
     "export": "Write a trained model as a folder that Transformers loads.",
+    "convert": "Change the attention of a trained model, e.g. for half the cache, and repair it on your text.",
     "eval": "Score a run or a Transformers model on tasks of lm-evaluation-harness.",
     "finetune": "Fine-tune runs, the runs of a study or Transformers models on a task of GLUE, and compare them.",
     "describe": "Name, formula, parameters, FLOPs and cache bytes of an attention layer, against (Q,K,V); or why it is "

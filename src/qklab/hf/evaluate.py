@@ -237,9 +237,7 @@ def evaluate_folder(
     """`evaluate` for a run directory or a Transformers folder, with commit, machine, versions and settings."""
     require_harness()
     check_numbers(limit, batch_size, fewshot)
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device is cuda, but torch sees no CUDA device; leave it out or use cpu.")
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    device = choose_device(device)
     refuse_other_folder(folder)
     with silence_harness():
         found = find_tasks(tasks, data, fewshot)
@@ -265,6 +263,13 @@ def evaluate_folder(
         },
         **scores,
     }
+
+
+def choose_device(device: str) -> str:
+    """The device that is meant by "auto", "cpu" or "cuda"."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device is cuda, but torch sees no CUDA device; leave it out or use cpu.")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
 def check_numbers(limit: int | None, batch_size: int, fewshot: int | None) -> None:

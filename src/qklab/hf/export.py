@@ -1,6 +1,8 @@
 """A run as a folder that Transformers loads: configuration, weights, tokenizer and a model card."""
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +28,25 @@ def export_run(run: Path | str, folder: Path | str, which: Which = "newest") -> 
 
     It is written aside and renamed, so that what is there is whole. Logits of the export are the run's, bit for bit.
     """
-    out, aside = Path(folder), Path(folder).with_name(f".{Path(folder).name}.tmp")
+    out = Path(folder)
     refuse_occupied(out)
     directory, spec, found = find_checkpoint_of_run(run, which)
     model, tokenizer = build_model_and_tokenizer(directory, spec, found)
-    try:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+    with new_folder(out) as aside:
         model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
         write_text(aside / "README.md", format_model_card(directory, spec, found, which))
+    return out
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder to write to, which becomes `out` when the block ends, or vanishes if it fails."""
+    aside = out.with_name(f".{out.name}.tmp")
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        yield aside
         rename_folder(aside, out)
     except OSError as error:
         raise RunError(
@@ -43,7 +54,6 @@ def export_run(run: Path | str, folder: Path | str, which: Which = "newest") -> 
         ) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    return out
 
 
 def to_transformers(run: Path | str, which: Which = "newest") -> tuple[ExportedModel, PreTrainedTokenizerFast]:

@@ -33,15 +33,15 @@ def find_parameter_role(name: str, parameter: Tensor) -> ParameterRole:
 
 
 class Optimiser:
-    """The optimisers of one model: `step` at a learning rate, and their state as flat named tensors.
+    """The optimisers of what is trained of a model: `step` at a learning rate, and their state as flat named tensors.
 
     `control`, where one is asked for, steps them and acts on the weights of queries and keys.
     """
 
     def __init__(self, spec: OptimiserSpec, model: nn.Module, control: LogitControlSpec | None = None):
         self.spec = spec
-        self.names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-        kinds = {parameter: find_parameter_role(name, parameter) for name, parameter in model.named_parameters()}
+        self.names: dict[Tensor, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        kinds = {parameter: find_parameter_role(name, parameter) for parameter, name in self.names.items()}
         orthogonal = [p for p, kind in kinds.items() if kind == "matrix" and spec.kind == "muon"]
         rest = [p for p in kinds if not any(p is o for o in orthogonal)]
         groups = [

@@ -18,13 +18,11 @@ from transformers import (
     AutoModelForCausalLM,
     Cache,
     DynamicCache,
-    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
     StaticCache,
 )
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from qklab import CouplingSpec, register
@@ -221,20 +219,6 @@ def test_filled_and_foreign_caches_are_refused() -> None:
 
     with pytest.raises(ValueError, match="cannot use a cache of Odd"):
         logits(model, token_ids(), past_key_values=Cache(layer_class_to_replicate=Odd))
-
-
-@pytest.mark.parametrize("share", [None, "k=v"])
-def test_continuous_batching(share: Any) -> None:
-    """`generate_batch` writes what `generate` does."""
-    model = tiny("llama")
-    convert(model, coupling="leapfrog", share=share)
-    shake(model)
-    prompts = [token_ids()[0].tolist(), token_ids()[1, :6].tolist()]
-    settings = GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    pages = ContinuousBatchingConfig(num_blocks=8, block_size=8, max_batch_tokens=32)
-    found = model.generate_batch(prompts, settings, pages, progress_bar=False)
-    written = [model.generate(torch.tensor([prompt]), settings)[0, len(prompt) :].tolist() for prompt in prompts]
-    assert [result.generated_tokens for result in found.values()] == written
 
 
 # Sharing and merging: what can be exact is exact

@@ -84,8 +84,6 @@ def test_one_compiled_graph_serves_every_step(kind: str, small: Small, ids: torc
 
 def test_what_generate_cannot_do_is_one_sentence(small: Small, ids: torch.Tensor, left: torch.Tensor) -> None:
     model = small()
-    with pytest.raises(ValueError, match="does not run under generate_batch"):
-        model.generate_batch([[1, 2, 3]])
     with pytest.raises(ValueError, match="stays on its device, but an offloaded one was asked for"):
         model.generate(ids, cache_implementation="offloaded", **GREEDY)
     with pytest.raises(ValueError, match="padded on the right, so nothing can follow them; pad on the left"):

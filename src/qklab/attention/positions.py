@@ -78,20 +78,23 @@ def find_positions(spec: AttentionSpec, slots: TokenSlots, dtype: torch.dtype) -
     if not spec.rotated_width:
         return Positions(new)
 
-    def turn_at(positions: Tensor) -> Angles:
-        precision = torch.float64 if dtype == torch.float64 else torch.float32
-        return rope_angles(positions, spec.rotated_width, spec.rope_base, precision)
-
-    angles = turn_at(new)
+    angles = make_angles(spec, new, dtype)
     if not slots.cached:
         return Positions(new, angles)
     tables = None if torch.compiler.is_compiling() else rope_tables(angles)
     if spec.rotation.turns_key:
         return Positions(new, angles, tables)
     if spec.window is not None:
-        return Positions(new, angles, tables, every_angles=turn_at(count_from(slots.starts, slots.every)))
-    cos, sin = turn_at(slots.every[None])
+        every = count_from(slots.starts, slots.every)
+        return Positions(new, angles, tables, every_angles=make_angles(spec, every, dtype))
+    cos, sin = make_angles(spec, slots.every[None], dtype)
     return Positions(new, angles, tables, count_from(slots.starts, slots.every), (cos[0, :, 0], sin[0, :, 0]))
+
+
+def make_angles(spec: AttentionSpec, positions: Tensor, dtype: torch.dtype) -> Angles:
+    """What RoPE turns tokens of this precision by at positions [B or 1, ·]."""
+    precision = torch.float64 if dtype == torch.float64 else torch.float32
+    return rope_angles(positions, spec.rotated_width, spec.rope_base, precision)
 
 
 def count_from(starts: Tensor | None, slots: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from qklab.hf.padding import (
     find_packed_texts,
     update_padding,
 )
+from qklab.hf.paged import PagedLayer, choose_page_shape, locate_pages, shape_pages
 from qklab.model.decoder import Block, Located, call_block, locate_tokens, new_last_norm, run_blocks
 from qklab.model.dropout import Dropout
 from qklab.model.initialise import initialise
@@ -56,19 +57,12 @@ class QKLabPreTrainedModel(PreTrainedModel):
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         """ "sdpa", torch's choice of kernels, or "eager", its plain one."""
         del is_init_check
-        if requested_attention not in (None, "sdpa", "eager"):
+        if requested_attention not in (None, "sdpa", "eager", "paged|sdpa", "paged|eager"):
             raise ValueError(
                 f"attn_implementation={requested_attention!r} does not exist for qklab models, whose attention is "
                 "their own; leave it out, or choose 'sdpa' or 'eager'."
             )
         return requested_attention or "sdpa"
-
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: what `generate_batch` begins with."""
-        raise ValueError(
-            "a qklab model does not run under generate_batch: its pages hold the keys and values of Transformers' own "
-            "attention, and this model keeps what its spec needs; use generate."
-        )
 
     def _init_weights(self, module: nn.Module) -> None:
         initialise(module, int(torch.randint(2**62, (), device="cpu")))
@@ -144,7 +138,6 @@ class QKLabModel(QKLabPreTrainedModel):
         a cache on the right. `position_ids` may restart from 0 within a row, which packs several texts into it. Without
         `use_cache` a cache is made in evaluation and none in training.
         """
-        del kwargs
         if output_attentions or self.config.output_attentions:
             raise ValueError(
                 "qklab models do not return attention weights through output_attentions, since their attention never "
@@ -155,11 +148,14 @@ class QKLabModel(QKLabPreTrainedModel):
                 "give one of input_ids and inputs_embeds, but " + ("none" if input_ids is None else "both") + " came."
             )
         x = self.embed(input_ids.long()) if input_ids is not None else cast(Tensor, inputs_embeds)
-        layers, past, located = self.locate_inputs(x, attention_mask, position_ids, past_key_values, use_cache)
+        if "cache" in kwargs:  # under generate_batch
+            layers, past, located = self.locate_paged(x, attention_mask, cast(Tensor, position_ids), kwargs)
+        else:
+            layers, past, located = self.locate_inputs(x, attention_mask, position_ids, past_key_values, use_cache)
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         states: list[Tensor] | None = [] if wanted else None
         call = self._gradient_checkpointing_func if self.gradient_checkpointing and self.training else call_block
-        eager = self.config._attn_implementation == "eager"
+        eager = self.config._attn_implementation in ("eager", "paged|eager")
         with sdpa_kernel(SDPBackend.MATH) if eager else contextlib.nullcontext():
             x = self.norm(run_blocks(self, x, located, layers, call, states))
         return BaseModelOutputWithPast(
@@ -167,6 +163,14 @@ class QKLabModel(QKLabPreTrainedModel):
             past_key_values=past,
             hidden_states=None if states is None else cast(Any, (*states, x)),
         )
+
+    def locate_paged(
+        self, x: Tensor, mask: Any, positions: Tensor, given: dict[str, Any]
+    ) -> tuple[list[PagedLayer], None, list[Located]]:
+        """`locate_inputs` of the tokens x [1, T, width] of all requests of a continuous batch."""
+        self.check_cache()
+        layers = [PagedLayer(layer, given) for layer in range(self.spec.layers)]
+        return layers, None, locate_pages(self.spec.pattern, x, mask, positions, given)
 
     def locate_inputs(
         self, x: Tensor, mask: Tensor | None, positions: Tensor | None, past: Cache | None, use_cache: bool | None
@@ -274,6 +278,15 @@ class QKLabForCausalLM(QKLabPreTrainedModel, GenerationMixin):
         self.model = QKLabModel(config)
         self.lm_head = nn.Linear(config.decoder_spec.width, config.decoder_spec.vocab, bias=False)
         self.post_init()
+
+    def init_continuous_batching(self, *args: Any, workload_hints: Any = None, **kwargs: Any) -> Any:
+        """What `generate_batch` begins with."""
+        shape, changes = choose_page_shape(self.model.spec.attentions)
+        if workload_hints is not None:
+            longest = workload_hints.max_prompt_length + workload_hints.max_generated_length - 1  # the last is not read
+            self.model.check_room(longest)
+        manager = super().init_continuous_batching(*args, workload_hints=workload_hints, **kwargs)
+        return shape_pages(manager, shape, changes)
 
     @can_return_tuple
     def forward(

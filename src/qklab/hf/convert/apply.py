@@ -19,6 +19,7 @@ from qklab.hf.convert.record import Conversion, ConversionReport, find_conversio
 from qklab.hf.convert.store import mark_converted, plain_config_class
 from qklab.hf.families import find_family, text_config
 from qklab.hf.layout import ConvertibleFamily
+from qklab.hf.paged import hold_one_tensor
 
 # What PEFT would write down as the model that its adapters belong to: in memory there is none yet that could be loaded.
 UNSAVED = "a model converted by qklab in memory: save it, load it by load_converted and wrap that"
@@ -109,6 +110,7 @@ def convert(
         layer.train(layer.training)  # what is new in it as well
     before.frozen = freeze_parameters(model, trainable)
     model.__dict__["qklab_before"] = before
+    hold_one_tensor(model, share is not None)
     inserted = sum(p.numel() for _, p in list_inserted_parameters(model))
     notes = []
     if batches is None and (conversion.overwrites or conversion.norm):
@@ -131,6 +133,7 @@ def all_or_nothing(model: PreTrainedModel, family: ConvertibleFamily) -> Iterato
     """Where the block fails, the layers and the configuration are what they were before it."""
     config, layers = text_config(model), family.layers(model).values()
     kept = [(part, type(part), dict(vars(part))) for part in (config, *layers)]
+    name_or_path = model.name_or_path
     modules = {id(layer): dict(layer._modules) for layer in layers}
     try:
         yield
@@ -141,6 +144,7 @@ def all_or_nothing(model: PreTrainedModel, family: ConvertibleFamily) -> Iterato
             part.__dict__.update(values)
             if id(part) in modules:
                 part.__dict__["_modules"] = modules[id(part)]
+        model.__dict__["name_or_path"] = name_or_path
         raise
 
 
@@ -226,6 +230,7 @@ def record_conversion(model: PreTrainedModel, conversion: Conversion) -> None:
 def forget_conversion(model: PreTrainedModel, before: Unconverted) -> None:
     config = text_config(model)
     del config.qklab
+    hold_one_tensor(model, False)
     config.__class__ = plain_config_class(type(config))
     if before.record is not None:
         config.qklab = before.record

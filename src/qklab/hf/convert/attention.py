@@ -13,6 +13,7 @@ from qklab.attention.couple import Coupling
 from qklab.attention.norm import QKNorm
 from qklab.hf.convert.cache import POSITION, share_layer
 from qklab.hf.layout import ConvertibleFamily
+from qklab.hf.paged import find_key_positions, holds_one_tensor, update_pages
 from qklab.ops.rope import apply_rope_without_gradient
 
 
@@ -49,7 +50,11 @@ class ConvertedAttention(nn.Module):
         if self.couple is not None:
             q, k = self.couple(q, k)
         shared, key_angles = v is None, None
-        if shared and cache is not None:
+        attention = self.config._attn_implementation
+        if shared and holds_one_tensor(kwargs.get("cache")):
+            k, key_angles = self.page_shared(k, angles, kwargs)
+            attention = attention.removeprefix("paged|")  # which would write to pages itself
+        elif shared and cache is not None:
             k, key_angles = self.store_shared(k, angles, kwargs.get("position_ids"), cache)
         stored = k if v is None else v
         q, k = self.normalise_heads(q, k)
@@ -57,9 +62,7 @@ class ConvertedAttention(nn.Module):
         q, k = self.rotate_heads(q, k, angles, key_angles)
         if not shared and cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, self.family.source.eager_attention_forward
-        )
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(attention, self.family.source.eager_attention_forward)
         options = self.family.attention_options(self)
         o, weights = attend(self, q, k, v, attention_mask, scaling=self.scaling, **options, **kwargs)
         o = o.reshape(*hidden_states.shape[:-1], -1).contiguous()
@@ -73,6 +76,17 @@ class ConvertedAttention(nn.Module):
         s, positions = cache.update(s.transpose(1, 2), self.make_positions(s, position_ids), self.layer_idx)
         every = None if angles is None else self.compute_angles(positions[:, 0, :, 0], angles, cache)
         return s.transpose(1, 2), every
+
+    def page_shared(
+        self, s: Tensor, angles: tuple[Tensor, Tensor] | None, given: dict[str, Any]
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """`store_shared` in the pages of a continuous batch, which are taken out of what is given to the layer."""
+        pages, positions = given.pop("cache"), given["position_ids"]
+        (s,) = update_pages(pages, self.layer_idx, [s], given)
+        if angles is None:
+            return s, None
+        every = find_key_positions(positions, s.shape[1], given["cu_seq_lens_q"], given["cu_seq_lens_k"])
+        return s, self.compute_angles(every, angles, pages)
 
     def normalise_heads(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q [B, T, H, D] and k [B, S, G, D] by the inserted norm, or by the family's own."""

@@ -25,6 +25,7 @@ from qklab.hf.convert.attention import ConvertedAttention
 from qklab.hf.convert.layers import find_rotary, insert_stages, reshape_projections
 from qklab.hf.convert.record import read_record
 from qklab.hf.families import find_convertible
+from qklab.hf.paged import hold_one_tensor
 from qklab.hf.remote import name_loader, write_loader
 
 CONVERTED = "qklab-converted"
@@ -158,6 +159,7 @@ def loading_class(cls: type[PreTrainedModel]) -> Any:
         cls.__init__(self, config, *args, **kwargs)
         for name, layer in list(find_unshaped_layers(self)):
             conversion = read_record(layer.config.qklab)
+            hold_one_tensor(self, conversion.share is not None)
             reshape_projections(layer, conversion)
             heads = conversion.layout.kv_heads(layer.config)
             insert_stages(name, layer, conversion, heads, find_rotary(self, name), seed=0)

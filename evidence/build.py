@@ -29,6 +29,7 @@ from typing import Any
 from qklab.study.claims import ClaimJudge, ClaimVerdict, MeasuredEffect, judge_claim
 from qklab.study.findings import Findings, average_corpora, derive_findings
 from qklab.study.metrics import find_metric
+from qklab.study.parts import measure_bytes_per_token
 from qklab.study.plan import PlannedRun, write_number
 from qklab.study.records import RunResult
 from qklab.study.spec import StudySpec, read_study
@@ -90,7 +91,7 @@ class Evidence:
             pairs: dict[float | None, tuple[dict[int, float], dict[int, float]]] = {
                 lr: (values.get((arm, lr), {}), values.get((baseline, lr), {})) for lr in findings.grid
             }
-            own = findings.lrs[arm]
+            own, length = findings.lrs[arm], measure_bytes_per_token(self.results, corpus)
             pairs[None] = (
                 dict.fromkeys(range(self.spec.seeds), math.inf) if own is None else values.get((arm, own), {}),
                 values.get((baseline, findings.lrs[baseline] or 0.0), {}),
@@ -101,7 +102,7 @@ class Evidence:
                 if len(finite) == len(differences) > 1 or (lr is None and differences):
                     diverged = len(differences) - len(finite)
                     count = self.parameters[baseline]
-                    effects.append(MeasuredEffect(self.size, count, finite, corpus, lr, diverged))
+                    effects.append(MeasuredEffect(self.size, count, finite, corpus, lr, diverged, length))
         return effects
 
     def average(self) -> Findings | None:

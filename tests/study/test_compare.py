@@ -48,16 +48,16 @@ def test_the_time_decides_size_and_tokens(quick: None) -> None:
     said: list[str] = []
     small = plan(minutes=5, say=said.append)
     assert list(small.study.arms) == ["standard", "leapfrog", "affine", "k=v", "qk-norm"]
-    assert (small.study.corpora, small.study.seeds, small.study.analyses) == (["stdlib"], 7, 2)
+    assert (small.study.corpora, small.study.seeds, small.study.analyses) == (["stdlib"], 5, 2)
     assert (small.size, small.study.base["budget"]["tokens"]) == ("pico", small.tokens)
-    assert 0.5 * 300 * 2 / 85 < small.tokens / 256 * 0.005 < 300 * 2 / 85  # most of a run's time is training
-    assert small.run_seconds <= 300 * 2 / 85
-    assert small.run_seconds * 4 / 3 == pytest.approx(1.25 * 300 * 2 / 85, rel=0.01)  # with one learning rate more
+    assert 0.5 * 300 * 2 / 75 < small.tokens / 256 * 0.005 < 300 * 2 / 75  # most of a run's time is training
+    assert small.run_seconds <= 300 * 2 / 75
+    assert small.run_seconds * 4 / 3 == pytest.approx(1.25 * 300 * 2 / 75, rel=0.01)  # with one learning rate more
     evaluation = small.study.base["evaluation"]
     whole = 0.05 * small.study.base["corpus"]["limit_bytes"] / 3  # which is all there is to be read
     read = 8 * evaluation["tokens"] + min(whole, 2 * evaluation["final_tokens"])
     assert small.run_seconds == pytest.approx(2 + (small.tokens + read / 3) / 256 * 0.005)  # all of it is planned
-    assert "5 arms × 7 seeds, 5 of which try 3 learning rates: 85 runs of pico (0.394 M parameters)" in said[1]
+    assert "75 runs of pico (0.394 M parameters)" in said[1]
     assert f"{small.tokens_per_parameter:.2g} a parameter" in said[1]
     assert "fewer than the 10" in said[2]
     with pytest.MonkeyPatch.context() as patch:  # no larger size is measured in vain
@@ -130,7 +130,7 @@ def test_a_text_that_cannot_be_used_is_told_before_anything_is_measured(
 def test_a_plan_names_its_corpora_and_says_where_the_minutes_are_too_few(quick: None) -> None:
     said: list[str] = []
     plan(texts=("one", "two"), arms=("k=v",), minutes=5, say=said.append)
-    assert said[1].startswith("2 arms × 2 corpora × 7 seeds, 5 of which try 3 learning rates: 68 runs of pico")
+    assert said[1].startswith("2 arms × 2 corpora × 3 learning rates × 5 seeds: 60 runs of pico")
     assert not any("min asked for" in sentence for sentence in said)
     plan(minutes=0.5, say=said.append)
     assert "That is more than the 0.5 min asked for, and runs of fewer than 20 steps say nothing" in said[-2]
@@ -213,10 +213,9 @@ def test_compiling_is_the_studys_to_decide() -> None:
 
 def test_what_is_compared_stays(tmp_path: Path) -> None:
     asked = ComparisonRequest(arms=("k=v",), minutes=3.0, final_tokens=0)
-    fixed = ComparisonPlan(compare.make_study("pico", asked, 512), "pico", TWO, 512, 1, 1.0)
-    record = StudyRecord(fixed.study, [], fixed.to_record(asked))
+    record = StudyRecord(compare.make_study("pico", asked, 512), [], dataclasses.asdict(asked.fill_defaults()))
     same: dict[str, Any] = {"texts": ("stdlib",), "arms": ("k=v", "standard"), "size": "pico"}
-    for request in (ComparisonRequest(), ComparisonRequest(**same), ComparisonRequest(minutes=3.0, seeds=7)):
+    for request in (ComparisonRequest(), ComparisonRequest(**same), ComparisonRequest(minutes=3.0, seeds=5)):
         compare.refuse_other_request(record, tmp_path, request)
     others: list[tuple[dict[str, Any], str]] = [
         ({"texts": ("other",)}, "texts stdlib, but other came"),
@@ -224,7 +223,7 @@ def test_what_is_compared_stays(tmp_path: Path) -> None:
         ({"size": "nano"}, "a size pico, but nano came"),
         ({"final_tokens": 9}, "final_tokens 0, but 9 came"),
         ({"minutes": 5.0}, "of minutes=3, but minutes=5 came; .* leave --minutes out, .* --continue, .* --out"),
-        ({"seeds": 6}, "of seeds=7, but seeds=6 came; .* leave --seeds out, .* --continue, .* --out"),
+        ({"seeds": 6}, "of seeds=5, but seeds=6 came; .* leave --seeds out, .* --continue, .* --out"),
     ]
     for other, told in others:
         with pytest.raises(StudyError, match=told):

@@ -15,15 +15,7 @@ from qklab.schema import suggest_name
 from qklab.study.executors import WorkerSlots
 from qklab.study.plan import count_runs, write_rounded
 from qklab.study.records import StudyRecord, read_analyses, read_results
-from qklab.study.sizes import (
-    SEEDS,
-    SIZES,
-    TOKENS_PER_PARAMETER,
-    count_runs_together,
-    find_size,
-    measure_arm_speed,
-    share_gpus,
-)
+from qklab.study.sizes import SIZES, TOKENS_PER_PARAMETER, count_runs_together, find_size, measure_arm_speed, share_gpus
 from qklab.study.spec import DEFAULT_LR, StudyError, StudySpec
 from qklab.study.tuning import find_grids
 from qklab.train.progress import format_duration
@@ -46,6 +38,7 @@ TASK_MARGIN = 1.0  # percentage points of accuracy
 TASK_SEQUENCES = 32
 MINUTES = 5.0  # that --continue adds
 SMALLEST = "pico"
+SEEDS = 5  # with three, Holm over four arms and two analyses ask for a difference three times as large as with five
 EXTEND = 2  # learning rates more at an end where an arm does best
 LOCAL = 64  # tokens that every other layer of a hybrid sees: half of the smallest size's context
 ANALYSES = 2  # one, and one after more seeds, which the answer itself may propose
@@ -108,7 +101,7 @@ class ComparisonRequest:
     def fill_defaults(self) -> "ComparisonRequest":
         """As a comparison is begun; study.json keeps it, by which the same command is known again."""
         alone = self.minutes is None and self.size is None and self.sizes is None
-        return replace(self, size=SMALLEST if alone else self.size)
+        return replace(self, size=SMALLEST if alone else self.size, seeds=SEEDS if self.seeds is None else self.seeds)
 
 
 @dataclass(frozen=True)
@@ -128,7 +121,7 @@ class ComparisonPlan:
 
     def to_record(self, request: ComparisonRequest) -> dict[str, Any]:
         """For study.json: what was asked for, and how long a run is to take."""
-        return asdict(request.fill_defaults()) | {"seeds": self.study.seeds, "run_seconds": self.run_seconds}
+        return asdict(request.fill_defaults()) | {"run_seconds": self.run_seconds}
 
     @property
     def seconds(self) -> float:
@@ -139,13 +132,10 @@ class ComparisonPlan:
         study = self.study
         millions, rate = write_rounded(self.parameters / 1e6, 3), write_rounded(self.tokens_per_parameter)
         arms = f"{len(study.arms)} arms" + f" × {len(study.corpora)} corpora" * (len(study.corpora) > 1)
-        each = f"{len(study.lrs)} learning rates × {study.seeds} seeds"
-        if study.tuning_seeds < study.seeds:
-            each = f"{study.seeds} seeds, {study.tuning_seeds} of which try {len(study.lrs)} learning rates"
         return (
-            f"{arms} × {each}: {count_runs(study)} runs of {self.size} ({millions} M parameters) on "
-            f"{self.tokens:,} tokens each, {rate} a parameter, {self.slots.count} at a time; about "
-            f"{format_duration(self.seconds)}, evaluation included."
+            f"{arms} × {len(study.lrs)} learning rates × {study.seeds} seeds: {count_runs(study)} runs of {self.size} "
+            f"({millions} M parameters) on {self.tokens:,} tokens each, {rate} a parameter, {self.slots.count} at a "
+            f"time; about {format_duration(self.seconds)}, evaluation included."
         )
 
 
@@ -229,13 +219,12 @@ def plan_size(size: str, request: ComparisonRequest, slots: WorkerSlots, at_once
     """The study of a size with as many tokens a run as the time allows, evaluation and all, or as the size says."""
     trial = make_study(size, request, 2**20)
     runs = [trial.run(arm, trial.corpora[0], trial.lrs[0], 0) for arm in trial.arms]
-    each, parameters, own = runs[0].tokens_per_step, runs[0].model.parameters(), trial.tuning_seeds * len(trial.lrs)
+    each, parameters, own = runs[0].tokens_per_step, runs[0].model.parameters(), trial.seeds * len(trial.lrs)
     together = min(count_runs_together(run, slots, own) for run in runs)
     slots = choose_slots(slots, runs[0], at_once, request.minutes is None)
     speeds = [measure_arm_speed(run, slots, own) for run in runs]
     speed = len(speeds) / sum(1 / each for each in speeds)  # every arm trains on as many tokens
-    populations = math.ceil(own / together) + (trial.seeds > trial.tuning_seeds)  # of an arm
-    rounds = math.ceil(len(runs) * len(trial.corpora) * populations / slots.count)
+    rounds = math.ceil(len(runs) * len(trial.corpora) * math.ceil(own / together) / slots.count)
 
     def seconds(tokens: int, starts: int = 1) -> float:
         """Of a run; of populations so many starts are waited for, since most begin while another is trained."""
@@ -284,8 +273,9 @@ def choose_limit(tokens: int) -> int:
 
 
 def make_study(size: str, request: ComparisonRequest, tokens: int) -> StudySpec:
-    """The study of a size with so many tokens a run."""
-    seeds = SIZES[size].seeds if request.seeds is None else request.seeds
+    """The study of a size with so many tokens a run. Every seed tries every learning rate: where one chooses for all, a
+    wrong choice makes false alarms."""
+    seeds = request.fill_defaults().seeds
     settings = SIZES[size].settings
     evaluation = {
         "probes": PROBES,
@@ -306,7 +296,7 @@ def make_study(size: str, request: ComparisonRequest, tokens: int) -> StudySpec:
             "lrs": list(SIZES[size].lrs),
             "extend": EXTEND if len(SIZES[size].lrs) > 1 else 0,
             "seeds": seeds,
-            "tuning_seeds": SIZES[size].count_tuning_seeds(seeds),
+            "tuning_seeds": seeds,
             "metric": "accuracy" if request.asks_tasks else "loss",
             "margin": TASK_MARGIN if request.asks_tasks else MARGIN,
             "analyses": ANALYSES,
@@ -333,7 +323,7 @@ def plan_sizes(request: ComparisonRequest, known: StudySpec | None = None) -> St
     """
     if known is not None and not known.sizes:
         raise StudyError("the folder holds a comparison at one size; choose another with --out.")
-    seeds = request.seeds if request.seeds is not None else SEEDS if known is None else known.seeds
+    seeds = request.seeds if request.seeds is not None or known is None else known.seeds
     if request.sizes is None:
         assert known is not None
         return known.replace(seeds=seeds)
@@ -345,8 +335,7 @@ def plan_sizes(request: ComparisonRequest, known: StudySpec | None = None) -> St
         own = {"corpus": {"limit_bytes": base["corpus"]["limit_bytes"]}, "evaluation": base["evaluation"]}
         entries.append({"name": size, "tokens_per_parameter": rate, "extend": trial.extend} | own)
     values = make_study(entries[0]["name"], replace(request, seeds=seeds), 2**20).to_dict()
-    own = {"lrs": [DEFAULT_LR], "extend": 0, "tuning_seeds": seeds, "sizes": entries}
-    own |= {"base": {"corpus": SPLITS | request.reading}}
+    own = {"lrs": [DEFAULT_LR], "extend": 0, "base": {"corpus": SPLITS | request.reading}, "sizes": entries}
     return StudySpec.from_dict(values | own | {"metric": "bits_per_byte", "margin": MARGIN_IN_BITS})
 
 

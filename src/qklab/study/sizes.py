@@ -21,25 +21,15 @@ from qklab.train.population import choose_population_size
 from qklab.train.settings import merge_settings
 from qklab.train.spec import RunSpec
 
-SEEDS = 5  # with three, Holm over four arms and two analyses ask for a difference three times as large as with five
-
 
 @dataclass(frozen=True)
 class Size:
-    """Settings that all arms share, the learning rates each arm tries, how much a run is trained where no time is
-    given: so the answer is the same on every machine; and how many paired seeds there are, of which the last
-    `confirming` run at the rate that the others chose."""
+    """Settings that all arms share, the learning rates each arm tries, and how much a run is trained where no time is
+    given: so the answer is the same on every machine."""
 
     settings: dict[str, Any]
     lrs: tuple[float, ...]
     tokens_per_parameter: float = 10.0
-    seeds: int = SEEDS
-    confirming: int = 0
-
-    def count_tuning_seeds(self, seeds: int) -> int:
-        """How many of so many seeds try every learning rate: where few choose for many, a wrong choice that all of them
-        share makes false alarms."""
-        return max(seeds - self.confirming, min(seeds, SEEDS))
 
 
 def make_size(name: str, vocab: int, sequences: int, lrs: tuple[float, ...]) -> Size:
@@ -68,9 +58,7 @@ SIZES: dict[str, Size] = {  # from small to large
             "schedule": {"kind": "wsd", "warmup": 0.2, "decay": 0.8, "final": 0.0},
         },
         (1.5e-3, 3e-3, 6e-3),
-        tokens_per_parameter=0.4,  # three arms in five minutes on two cores; with fewer not all seeds are past it
-        seeds=7,  # with two that only confirm intervals are a quarter narrower, for an eighth more runs
-        confirming=2,
+        tokens_per_parameter=0.4,  # three arms in four and a half minutes on two cores
     ),
     "nano": make_size("nano", 4096, 16, (3e-3, 6e-3, 1.2e-2)),
     "micro": make_size("micro", 8192, 16, (2e-3, 4e-3, 8e-3)),

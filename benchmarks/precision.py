@@ -238,7 +238,7 @@ def main() -> None:
     options = parser.parse_args()
     changes = select_changes(options.changes, list_changes(options.size, options.tokens))
     device = "cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu"
-    made = provenance(device, options.commit)
+    made = provenance(device, options.commit) | {"threads": options.threads}
     cases: list[dict[str, Any]] = []
     for name, change in changes.items():
         cases += run_change(name, change, options)

@@ -12,6 +12,7 @@ from typing import Any
 from qklab.study.claims import MeasuredEffect
 from qklab.study.findings import Findings, average_corpora, derive_findings
 from qklab.study.metrics import find_metric
+from qklab.study.parts import measure_bytes_per_token
 from qklab.study.plan import PlannedRun, write_number
 from qklab.study.records import RunResult
 from qklab.study.spec import read_study
@@ -97,6 +98,7 @@ class Evidence:
                 lr: (values.get((arm, lr), {}), values.get((baseline or arm, lr), {})) for lr in findings.grid
             }
             own = findings.lrs[arm]
+            length = measure_bytes_per_token(self.results, corpus) if read is None else None
             pairs[None] = (
                 dict.fromkeys(range(self.spec.seeds), math.inf) if own is None else values.get((arm, own), {}),
                 values.get((baseline or arm, findings.lrs[baseline or arm] or 0.0), {}),
@@ -108,7 +110,7 @@ class Evidence:
                 if len(finite) == len(differences) > 1 or (lr is None and differences):
                     diverged = len(differences) - len(finite)
                     count = self.parameters[baseline or arm]
-                    effects.append(MeasuredEffect(self.size, count, finite, corpus, lr, diverged))
+                    effects.append(MeasuredEffect(self.size, count, finite, corpus, lr, diverged, length))
         return effects
 
     def average(self) -> Findings | None:

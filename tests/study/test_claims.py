@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -85,6 +86,20 @@ def test_the_sentence_says_what_was_seen_what_was_published_and_the_trend() -> N
         "+5.9 % (95 % interval +5.2 to +6.5 %)."
     )
     assert (found.low, found.percent, found.high) == pytest.approx((-5.247, -4.877, -4.506), abs=0.01)
+
+
+def test_places_with_tokenizers_of_their_own_compare_in_bits_per_byte() -> None:
+    """A gain of a hundredth of a bit per byte everywhere is the larger change of perplexity the longer the tokens."""
+    lengths = {"nano": 2.0, "micro": 3.0, "mini": 4.0}
+    nats = {size: -0.01 * np.log(2) * length for size, length in lengths.items()}
+    alike = [effect(nats[size], size, spread=0.001) for size in lengths]
+    own = [replace(each, bytes_per_token=lengths[each.size]) for each in alike]
+    for effects, significant in ((alike, True), (own, False)):
+        found = judge(effects, -2.0, 17e6)
+        assert (found.p_interaction["size"] < 0.001) == significant
+        assert (found.percent, found.phrase) == (judge(alike[-1:], -2.0, 17e6).percent, "reproduced")
+    assert "(95 % interval −0.00072 to +0.00072 bits per byte)." in judge(own, -2.0, 17e6).sentence
+    assert "changes by −1.3 % (95 %" in judge(alike, -2.0, 17e6).sentence
 
 
 def test_an_open_claim_says_what_would_settle_it() -> None:

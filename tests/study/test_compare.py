@@ -127,6 +127,15 @@ def test_a_text_that_cannot_be_used_is_told_before_anything_is_measured(
             plan(texts=(text,))
 
 
+def test_a_plan_names_its_corpora_and_says_where_the_minutes_are_too_few(quick: None) -> None:
+    said: list[str] = []
+    plan(texts=("one", "two"), arms=("k=v",), minutes=5, say=said.append)
+    assert said[1].startswith("2 arms × 2 corpora × 3 learning rates × 5 seeds: 60 runs of pico")
+    assert not any("min asked for" in sentence for sentence in said)
+    plan(minutes=0.5, say=said.append)
+    assert "That is more than the 0.5 min asked for, and runs of fewer than 20 steps say nothing" in said[-2]
+
+
 def test_populations_share_a_gpu_and_larger_runs_do_not() -> None:
     def run(size: str) -> RunSpec:
         return compare.make_study(size, ComparisonRequest(), 2**20).run("standard", "stdlib", 1e-3, 0)

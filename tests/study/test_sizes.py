@@ -229,6 +229,18 @@ def test_claims_are_judged_over_the_sizes() -> None:
     assert not across(lambda *_: 0.0, sizes=(), base=make_spec().base | {"budget": {"tokens": 4096}}).claims
 
 
+def test_claims_over_sizes_with_vocabularies_of_their_own_have_a_trend_in_bits_per_byte() -> None:
+    claim = {"id": "B1", "arm": "k=v", "published": 3.1, "parameters": 300e6, "source": "arXiv 2606.04032"}
+    alike = across(lambda *_: 0.0, claims=[claim]).claims[0].verdict.sentence
+    assert "With ten times the parameters" in alike
+    assert "bits per byte" not in alike
+    base, sizes = make_spec().base | {"corpus": {}}, make_spec().to_dict()["sizes"]
+    for k, size in enumerate(sizes):
+        size["corpus"] = {"vocab": 512 + k}
+    own = across(lambda *_: 0.0, claims=[claim], base=base, sizes=sizes, metric="bits_per_byte")
+    assert "bits per byte)." in own.claims[0].verdict.sentence
+
+
 # From the command line
 
 

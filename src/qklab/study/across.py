@@ -10,7 +10,7 @@ from qklab.data.tasks import parse_task
 from qklab.study.claims import ClaimVerdict, MeasuredEffect, judge_claim, write_count
 from qklab.study.difficulty import TaskOverDifficulty, compare_difficulty
 from qklab.study.metrics import Metric, find_metric
-from qklab.study.parts import PairedValues, StudyPart
+from qklab.study.parts import PairedValues, StudyPart, measure_bytes_per_token
 from qklab.study.plan import write_rounded
 from qklab.study.spec import StudySpec
 from qklab.study.stats.groups import Contrast, average_groups, interaction_p_value
@@ -152,15 +152,16 @@ def list_effects(
 ) -> list[MeasuredEffect]:
     """What `judge_claim` needs: differences in nats per token at every size and corpus, and at every learning rate
     that both arms have tried."""
-    loss, effects = find_metric("loss"), list[MeasuredEffect]()
+    loss, effects, corpora = find_metric("loss"), list[MeasuredEffect](), study.corpora if corpus is None else [corpus]
+    differ = len({part.find_tokenizer(name) for part in parts for name in corpora}) > 1
     for part in parts:
-        for name in study.corpora if corpus is None else [corpus]:
+        for name in corpora:
+            length = measure_bytes_per_token(part.results, name) if differ else None
             for lr in (None, *part.study.widest_grid):
                 pairs = part.pair(name, arm, loss, lr)
                 if pairs is not None:
-                    effects.append(
-                        MeasuredEffect(part.size, part.parameters, pairs.differences.tolist(), name, lr, pairs.diverged)
-                    )
+                    own = (pairs.differences.tolist(), name, lr, pairs.diverged, length)
+                    effects.append(MeasuredEffect(part.size, part.parameters, *own))
     return effects
 
 

@@ -1,22 +1,24 @@
 """Published claims: a figure that a study names beforehand, and the word for what became of it.
 
 Effects are paired differences of log perplexity (nats per token), arm − baseline at the same seed. Within one size and
-corpus the arms share a tokenizer, so that exp(difference) − 1 is the change of perplexity that papers print.
+corpus the arms share a tokenizer, so that exp(difference) − 1 is the change of perplexity that papers print. Between
+places with tokenizers of their own it does not compare, since a longer token has more to gain; bits per byte do.
 """
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
 from qklab.schema import Spec, number_field, text_field
+from qklab.study.metrics import find_metric
 from qklab.study.stats.groups import Contrast, average_groups, estimate_contrast, interaction_p_value
 from qklab.study.stats.paired import ANECDOTE, Array, Statistic, name_seeds, require_positive
 from qklab.study.stats.power import plan_more_seeds
 from qklab.study.stats.scaling import LEAST_SIZES, slope_weights
-from qklab.study.verdict import write_p_value, write_per_cent
+from qklab.study.verdict import VerdictSentences, write_p_value, write_per_cent
 
 Outcome = Literal["reproduced", "smaller than published", "refuted", "open"]
 ClaimWord = Literal["reproduced", "smaller than published", "refuted", "depends on", "seen", "not seen", "open"]
@@ -49,7 +51,8 @@ class Claim(Spec):
 @dataclass(frozen=True)
 class MeasuredEffect:
     """Paired differences at one size and corpus, one per seed; at one learning rate for both arms, or, where `lr` is
-    None, at the rate that validation text chose for each. `diverged`: seeds at which the arm diverged."""
+    None, at the rate that validation text chose for each. `diverged`: seeds at which the arm diverged;
+    `bytes_per_token`: of test text, to be given where places have tokenizers of their own."""
 
     size: str
     parameters: float
@@ -57,6 +60,7 @@ class MeasuredEffect:
     corpus: str = ""
     lr: float | None = None
     diverged: int = 0
+    bytes_per_token: float | None = None
 
 
 @dataclass(frozen=True)
@@ -93,8 +97,9 @@ def judge_claim(
     that being near zero never agrees with the claim):
 
     1. depends on corpus, size or learning rate: present in some places and refuted in others, and Welch's test of the
-       interaction has p < α / (how many of the three are tested). An effect that is present at the deciding size and
-       every larger one does not depend on size, and one that is present at each arm's own learning rate not on that.
+       interaction (in bits per byte where tokenizers differ) has p < α / (how many of the three are tested). An effect
+       that is present at the deciding size and every larger one does not depend on size, and one that is present at
+       each arm's own learning rate not on that.
     2. refuted: equivalent to zero within the margin (two one-sided tests, α), or the opposite sign is shown.
     3. reproduced: the interval excludes zero, has the published sign, and the published value lies in it or it lies
        beyond; smaller than published: it lies between zero and the published value.
@@ -123,14 +128,17 @@ def judge_claim(
     if words.seeds < 2:
         return words.conclude("open", None, {}, f"{ANECDOTE}; two more would give one")
     found = judge.measure_each(chosen, lambda effect: effect.size)
-    tuned = [effect for effect in effects if effect.lr is not None and effect.size == size]
-    places = {
-        "corpus": judge.measure_each(here, lambda effect: effect.corpus),
-        "size": found,
-        "learning rate": judge.measure_each(tuned, lambda effect: f"lr {effect.lr:g}"),
+    factors: dict[str, tuple[list[MeasuredEffect], Callable[[MeasuredEffect], str]]] = {
+        "corpus": (here, lambda effect: effect.corpus),
+        "size": (chosen, lambda effect: effect.size),
+        "learning rate": ([e for e in effects if e.lr is not None and e.size == size], lambda e: f"lr {e.lr:g}"),
     }
-    places = {factor: measured for factor, measured in places.items() if len(measured) > 1}
-    p_values = {factor: interaction_p_value([*measured.values()]) for factor, measured in places.items()}
+    places = {factor: measured for factor, own in factors.items() if len(measured := judge.measure_each(*own)) > 1}
+    p_values = {
+        factor: interaction_p_value([*judge.measure_each(convert_to_bits(own), key).values()])
+        for factor, (own, key) in factors.items()
+        if factor in places
+    }
     outcome, trend = judge.classify(found[size]), describe_trend([e for e in chosen if e.size in found], 1 - alpha)
     larger = [judge.classify(found[name]) for known, name in sizes if known >= count and name in found]
     holds = {"corpus": False, "size": {*larger} <= PRESENT, "learning rate": outcome in PRESENT}
@@ -236,8 +244,23 @@ def describe_trend(effects: Sequence[MeasuredEffect], level: float) -> str:
         return ""
     shares = [sum(other.size == effect.size for other in effects) for effect in effects]
     weights = slope_weights([effect.parameters for effect in effects], shares)
-    slope = estimate_contrast([effect.differences for effect in effects], weights, level)
-    return f"with ten times the parameters the effect changes by {write_change(slope)}"
+    slope = estimate_contrast([effect.differences for effect in convert_to_bits(effects)], weights, level)
+    told = write_change(slope) if share_one_tokenizer(effects) else write_bits(slope)
+    return f"with ten times the parameters the effect changes by {told}"
+
+
+def share_one_tokenizer(effects: Sequence[MeasuredEffect]) -> bool:
+    return any(effect.bytes_per_token is None for effect in effects)
+
+
+def convert_to_bits(effects: Sequence[MeasuredEffect]) -> list[MeasuredEffect]:
+    """The effects as they compare between places: in bits per byte where those have tokenizers of their own."""
+    if share_one_tokenizer(effects):
+        return [*effects]
+    return [
+        replace(effect, differences=np.asarray(effect.differences) / (math.log(2) * (effect.bytes_per_token or 1.0)))
+        for effect in effects
+    ]
 
 
 def to_per_cent(nats: float) -> float:
@@ -247,6 +270,12 @@ def to_per_cent(nats: float) -> float:
 def write_change(effect: Contrast) -> str:
     ends = [write_per_cent(to_per_cent(value)) for value in (effect.estimate, effect.low, effect.high)]
     return f"{ends[0]} ({100 * effect.level:.3g} % interval {ends[1].removesuffix(' %')} to {ends[2]})"
+
+
+def write_bits(effect: Contrast) -> str:
+    words = VerdictSentences("", find_metric("bits_per_byte"), 0.0, 1)
+    middle = words.write_amount(effect.estimate, (effect.high - effect.low) / 2)
+    return f"{middle} ({words.write_interval(effect.low, effect.high, effect.level)})"
 
 
 def write_count(parameters: float) -> str:

@@ -123,13 +123,19 @@ class ComparisonPlan:
         """For study.json: what was asked for, and how long a run is to take."""
         return asdict(request.fill_defaults()) | {"run_seconds": self.run_seconds}
 
+    @property
+    def seconds(self) -> float:
+        """Of all runs, so many at a time."""
+        return self.run_seconds * math.ceil(count_runs(self.study) / self.slots.count)
+
     def describe(self) -> str:
-        study, seconds = self.study, self.run_seconds * math.ceil(count_runs(self.study) / self.slots.count)
+        study = self.study
         millions, rate = write_rounded(self.parameters / 1e6, 3), write_rounded(self.tokens_per_parameter)
+        arms = f"{len(study.arms)} arms" + f" × {len(study.corpora)} corpora" * (len(study.corpora) > 1)
         return (
-            f"{len(study.arms)} arms × {len(study.lrs)} learning rates × {study.seeds} seeds: {count_runs(study)} "
-            f"runs of {self.size} ({millions} M parameters) on {self.tokens:,} tokens each, {rate} a parameter, "
-            f"{self.slots.count} at a time; about {format_duration(seconds)}, evaluation included."
+            f"{arms} × {len(study.lrs)} learning rates × {study.seeds} seeds: {count_runs(study)} runs of {self.size} "
+            f"({millions} M parameters) on {self.tokens:,} tokens each, {rate} a parameter, {self.slots.count} at a "
+            f"time; about {format_duration(self.seconds)}, evaluation included."
         )
 
 
@@ -195,6 +201,11 @@ def plan_comparison(
         chosen = plan
     assert chosen is not None
     say(chosen.describe())
+    if request.minutes is not None and chosen.seconds > OVERTIME * 60 * request.minutes:
+        say(
+            f"That is more than the {request.minutes:g} min asked for, and runs of fewer than {LEAST_STEPS} steps say "
+            "nothing; fewer --arms, --seeds or texts take less."
+        )
     if chosen.tokens_per_parameter < TOKENS_PER_PARAMETER:
         rate = write_rounded(chosen.tokens_per_parameter)
         say(

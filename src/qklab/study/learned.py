@@ -66,8 +66,8 @@ def describe_loss(results: Sequence[RunResult], arm: str) -> list[str]:
     sentence = f"The test loss of {arm} is {loss:.3f} nats per token, that of a unigram model {unigram:.3f}."
     if has_barely_learned(results):
         sentence += (
-            " These models have barely learned: what holds for them says little of models that have; more minutes or a "
-            "smaller size would tell."
+            " These models have barely learned: what holds for them says little of models that have; more tokens a run "
+            "would tell."
         )
     return [sentence]
 

@@ -1,5 +1,6 @@
 """A study's parts: the study at each of its sizes, with the results it has and arms beside the baseline."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from qklab.study.claims import write_count
-from qklab.study.metrics import Metric
+from qklab.study.metrics import Metric, find_metric
 from qklab.study.plan import encode_file_name
 from qklab.study.records import RunResult, read_results, read_study_record, select_arm
 from qklab.study.sizes import SIZES, find_size, name_tokenizer, split_sizes
@@ -81,6 +82,15 @@ class StudyPart:
     def find_runs(self, corpus: str, arm: str, lr: float | None) -> dict[int, RunResult]:
         rate = self.lrs[corpus, arm] if lr is None else lr
         return {r.planned.seed: r for r in select_arm(self.results, corpus, arm) if r.planned.lr == rate}
+
+
+def measure_bytes_per_token(results: Sequence[RunResult], corpus: str) -> float | None:
+    """How much test text a token stands for; None where no run has ended."""
+    loss, bits = find_metric("loss"), find_metric("bits_per_byte")
+    for result in results:
+        if result.planned.corpus == corpus and math.isfinite(result.value(loss)):
+            return result.value(loss) / (math.log(2) * result.value(bits))
+    return None
 
 
 def read_parts(folder: Path) -> tuple[StudySpec, list[StudyPart]]:

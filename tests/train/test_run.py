@@ -18,13 +18,13 @@ from tiny import Settings, comparable, losses, train_in_two, train_until
 from qklab.data import DataSpec, prepare_corpus
 from qklab.model.decoder import Decoder
 from qklab.runs import RunDirectory, RunError
+from qklab.runs.progress import format_duration
 from qklab.schema import SpecError
 from qklab.testing.processes import finish_process, start_process
 from qklab.train.evaluate import estimate_error
 from qklab.train.launch import describe_outcome, train
 from qklab.train.load import load_model, sample_text
 from qklab.train.objective import Objective
-from qklab.train.progress import format_duration
 from qklab.train.resume import resolve_request
 from qklab.train.settings import resolve_run
 from qklab.train.spec import ExecutionSpec, RunSpec

@@ -445,7 +445,7 @@ def test_text_as_it_comes_gets_an_answer(
     assert said in err
     assert f"On {words[0]}, " in out
     assert re.search(
-        r"Each run trained [\d.]+ M parameters on 640 tokens, [\d.]+ a parameter: [\d.e-]+ of the corpus's", out
+        r"Each run trained [\d.]+ M parameters on 640 tokens, [\d.]+ a parameter: [\d.e-]+ MB of the corpus's", out
     )
     assert "that of a unigram model" in out
     (command,) = re.findall(r"^Run: qklab (.*)$", out, re.MULTILINE)

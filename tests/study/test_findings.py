@@ -255,7 +255,7 @@ def test_the_answer_says_how_far_the_models_have_come(unigram: float, barely: bo
     assert told.startswith("On stdlib, with models that have barely learned, ") == barely
     assert ("have barely learned: " in told) == barely
     assert f"The test loss of standard is 2.100 nats per token, that of a unigram model {unigram:.3f}." in told
-    assert "1 a parameter: 2 of the corpus's 8 MB of text, each 2 times." in told
+    assert "1 a parameter: 2 MB of the corpus's 8 MB of text, each 2 times." in told
     assert "Tested on 300 of 900 tokens of test text" in told
     assert "±0.012" in told
     assert "Runs took 1.5 times as long as planned (12 s instead of 8 s)" in told

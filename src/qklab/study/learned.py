@@ -48,7 +48,7 @@ def describe_reading(summary: dict[str, Any]) -> list[str]:
     epochs = tokens / corpus["train_tokens"]
     often = f", each {write_rounded(epochs)} times" if epochs > 1 else ""
     return [
-        f"{sentence}: {write_rounded(used / 1e6, 3)} of the corpus's {write_rounded(of / 1e6, 3)} MB of text{often}."
+        f"{sentence}: {write_rounded(used / 1e6, 3)} MB of the corpus's {write_rounded(of / 1e6, 3)} MB of text{often}."
     ]
 
 

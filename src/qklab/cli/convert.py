@@ -66,7 +66,7 @@ class ConvertCommand:
             raise ValueError(str(error)) from error
         from qklab.hf.evaluate import choose_device
         from qklab.train.launch import EXIT_CODES
-        from qklab.train.progress import QuietDisplay, Terminal
+        from qklab.runs.progress import QuietDisplay, Terminal
 
         self.refuse_idle_flags()
         how = ("train", "next_token", "lr", "batch", "seed")

@@ -33,7 +33,7 @@ from qklab.hf.model import QKLabForCausalLM
 from qklab.runs.environment import describe_environment, find_commit
 from qklab.runs.files import lock_file, write_json
 from qklab.train.checkpoint import Checkpoints
-from qklab.train.progress import Display
+from qklab.runs.progress import Display
 
 FORMAT = 1
 RECORD, PLAN = "conversion.json", "plan.json"

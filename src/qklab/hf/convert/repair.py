@@ -22,8 +22,8 @@ from qklab.optim.optimiser import Optimiser
 from qklab.optim.spec import OptimiserSpec, ScheduleSpec
 from qklab.schema import Spec, choice_field, integer_field, number_field
 from qklab.train.checkpoint import Checkpoints, Snapshot
-from qklab.train.progress import Display, describe_step
-from qklab.train.signals import StopRequest
+from qklab.runs.progress import Display, describe_step
+from qklab.runs.signals import StopRequest
 
 TRAINED = ("all", "attention")
 SCHEDULE = ScheduleSpec(kind="cosine", warmup=0.1, final=0.0)

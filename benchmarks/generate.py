@@ -2,6 +2,7 @@
 
     python benchmarks/generate.py                     # 24 × 1024, 32 rows, 4,096 tokens of prompt, 256 new, on a GPU
     python benchmarks/generate.py --cache static      # fixed caches, the step compiled by Transformers itself
+    python benchmarks/generate.py --cache both        # one after the other, and what growing costs against static
     python benchmarks/generate.py --tiny              # a small problem on the CPU, which says nothing about the table
 
 (Q,K,V), (Q,K=V), (Q,K=V) with grouped heads and MLA as QKLabForCausalLM, and a Llama of that size beside itself after
@@ -34,6 +35,8 @@ from qklab.hf.convert import count_converted_bytes as converted_bytes
 
 PLAIN, LLAMA = "(Q,K,V)", "Llama"
 CONVERTED = "Llama, share='k=v'"
+WAYS: dict[str, dict[str, Any]] = {"dynamic": {}, "static": {"cache_implementation": "static"}}
+GROWING_BOUND, LLAMA_BOUND = 0.8, 1.0  # growing against static, and (Q,K,V) against Llama, in tokens a second
 
 
 @dataclass(frozen=True)
@@ -269,12 +272,26 @@ def ratios(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
     return told
 
 
+def show_bounds(results: dict[str, dict[str, dict[str, Any]]]) -> None:
+    """Tokens a second against what they are to be at least, as far as this run has both."""
+    pairs = []
+    if len(results) == 2:
+        growing, static = (results[cache] for cache in WAYS)
+        pairs += [(f"{arm}: growing / static", growing[arm], static[arm], GROWING_BOUND) for arm in growing]
+    for cache, rows in results.items():
+        if LLAMA in rows:
+            pairs.append((f"{PLAIN} / {LLAMA}, {cache}", rows[PLAIN], rows[LLAMA], LLAMA_BOUND))
+    for name, row, base, least in pairs:
+        ratio = row["tokens_per_s"] / base["tokens_per_s"]
+        print(f"{name:<48}{ratio:>8.3f}  {'≥' if ratio >= least else 'below'} {least}")
+
+
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--tiny", action="store_true", help="a small problem in float32")
-    parser.add_argument("--cache", default="dynamic", choices=["dynamic", "static"], help="static is compiled on a GPU")
+    parser.add_argument("--cache", default="dynamic", choices=[*WAYS, "both"], help="static is compiled on a GPU")
     parser.add_argument("--without-llama", action="store_true", help="leave Llama and its conversion out")
     parser.add_argument("--batch", type=int)
     parser.add_argument("--prompt", type=int)
@@ -290,8 +307,9 @@ def main() -> None:
     dtype = torch.float32 if options.tiny else torch.bfloat16
     torch._dynamo.config.recompile_limit = 64
     models = build(size, device, not options.without_llama)
-    way = {"cache_implementation": "static"} if options.cache == "static" else {}
-    gate(models, size, way, device)
+    caches = list(WAYS) if options.cache == "both" else [options.cache]
+    for cache in caches:
+        gate(models, size, WAYS[cache], device)
     for model in models.values():
         for parameter in model.parameters():  # buffers, such as RoPE's frequencies, stay in float32
             parameter.data = parameter.data.to(dtype)
@@ -302,19 +320,22 @@ def main() -> None:
         f"{size.prompt} tokens of prompt, {size.new} new, {dtype}, {options.cache} cache, {options.rounds} rounds",
         flush=True,
     )
-    rows = measure(models, size, options.rounds, way, device, rate)
-    shown(rows)
-    result = {
-        "provenance": told | {"transformers": metadata.version("transformers")},
-        "set_up": vars(size) | {"dtype": str(dtype), "cache": options.cache, "rounds": options.rounds},
-        "ceilings": {"copy_bytes_per_s": rate},
-        "arms": rows,
-        "ratios": ratios(rows),
-    }
+    results = {cache: measure(models, size, options.rounds, WAYS[cache], device, rate) for cache in caches}
+    for cache, rows in results.items():
+        print(f"\n{cache} cache", end="")
+        shown(rows)
+        result = {
+            "provenance": told | {"transformers": metadata.version("transformers")},
+            "set_up": vars(size) | {"dtype": str(dtype), "cache": cache, "rounds": options.rounds},
+            "ceilings": {"copy_bytes_per_s": rate},
+            "arms": rows,
+            "ratios": ratios(rows),
+        }
+        if not options.tiny:
+            keep(f"generate-{cache}-{device}", result, options.out)
+    show_bounds(results)
     if options.tiny:
         print("\nA tiny problem says nothing about real ones, so it is not kept.")
-        return
-    keep(f"generate-{options.cache}-{device}", result, options.out)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -174,7 +175,10 @@ def test_the_text_part_of_a_larger_model(inside: bool, tmp_path: Path) -> None:
     assert torch.equal(compute_logits(load_converted(tmp_path / "again")), compute_logits(model))
 
 
-def test_a_conversion_that_fails_leaves_the_model_as_it_was() -> None:
+def test_a_conversion_that_fails_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise torch.linalg.LinAlgError("singular")
+
     model = tiny("llama", num_key_value_heads=4)
     broken = model.model.layers[1].self_attn.v_proj.weight
     with torch.no_grad():
@@ -190,6 +194,13 @@ def test_a_conversion_that_fails_leaves_the_model_as_it_was() -> None:
         assert find_conversion(model) is None
     with torch.no_grad():
         broken[0, 0] = 0.0
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules[convert.__module__], "measure_change", fail)  # the last thing that is done
+        with pytest.raises(torch.linalg.LinAlgError):
+            convert(model, coupling="leapfrog", share="k=v", calibration=token_ids())
+    assert model.name_or_path == ""
+    assert find_conversion(model) is None
+    assert [type(module) for module in model.modules()] == kinds
     convert(model, share="k=v")
 
 

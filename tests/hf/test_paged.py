@@ -101,12 +101,14 @@ def test_pages_hold_one_tensor_where_key_is_value(small: Small, tmp_path: Path) 
     assert count_page_bytes(model) == both
 
 
-def test_pages_that_others_made_hold_both() -> None:
-    """Of a model that was converted by a part nobody knows that its pages could be smaller."""
+def test_pages_that_others_made_hold_both(tmp_path: Path) -> None:
+    """Of a model that was converted by a part nobody knows that its pages could be smaller, until it is loaded."""
     model = tiny("llama")
     both = count_page_bytes(model)
     convert(model.model, share="k=v")
     assert count_page_bytes(model) == both
+    model.save_pretrained(tmp_path)
+    assert count_page_bytes(load_converted(tmp_path)) == both // 2
     together, alone = write_together(model)
     assert together == alone
 

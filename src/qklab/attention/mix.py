@@ -64,7 +64,7 @@ def attend(
         return attend_blocks(q, k, v, scale, visibility.blocks, sinks)
     if bias is not None:
         return attend_densely(q, k, v, scale, join_bias(visibility, bias.to(q.dtype)), False, sinks)
-    masked = any(given is not None for given in (visibility.mask, visibility.slots.texts, visibility.slots.starts))
+    masked = visibility.mask is not None or visibility.slots.texts is not None or visibility.slots.starts is not None
     if not masked and (visibility.window is not None or sinks is not None):
         o = attend_softmax(q, k, v, scale=scale, causal=visibility.causal, window=visibility.window, sinks=sinks)
         if o is not None:

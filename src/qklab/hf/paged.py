@@ -25,7 +25,8 @@ from qklab.attention.visibility import Visibility
 from qklab.model.decoder import Located
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-TAKES_ALL = "kwargs" in inspect.signature(PagedAttentionCache.update).parameters  # newer than 5.17: one dict of them
+UPDATE: Any = vars(PagedAttentionCache)["update"]
+TAKES_ALL = "kwargs" in inspect.signature(UPDATE).parameters  # newer than 5.17: one dict of them
 
 
 class PageShape(NamedTuple):
@@ -107,7 +108,7 @@ def holds_one_tensor(pages: Any) -> bool:
     return shape is not None and shape.one_tensor
 
 
-def update_pages(pages: PagedAttentionCache, layer: int, new: Sequence[Tensor], given: dict[str, Any]) -> list[Tensor]:
+def update_pages(pages: Any, layer: int, new: Sequence[Tensor], given: dict[str, Any]) -> list[Tensor]:
     """Write new tokens [1, T, heads, width], one tensor or two, to a layer's pages, and read back all tokens of their
     requests [1, S, heads, width]. `given` is what Transformers hands to the model; it is changed to what the layer's
     attention function takes."""

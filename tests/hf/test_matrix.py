@@ -14,6 +14,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, Sta
 
 from qklab.hf import convert, load_converted, revert
 from qklab.hf.convert import count_converted_bytes, find_conversion
+from qklab.hf.convert.calibrate import LayerWalk, evaluation_mode, read_batches
+from qklab.hf.convert.layers import find_decoder_layer, list_decoder_layers
 from qklab.hf.families import ALIKE, REFUSED, convertible_families, find_convertible
 
 PAGE = (Path(__file__).parents[2] / "docs/transformers.md").read_text(encoding="utf-8")
@@ -168,6 +170,26 @@ def test_pairs_that_turn_together_merge_without_loss(family: str) -> None:
     before = compute_logits(model)
     convert(model, kv_heads=1)
     torch.testing.assert_close(compute_logits(model), before, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.newest
+def test_calibration_goes_through_layers_without_attention() -> None:
+    model = tiny("granitemoehybrid", num_hidden_layers=3, layer_types=["full_attention", "linear_attention"] * 2)
+    layers = KNOWN["granitemoehybrid"].layers(model)
+    assert len(layers) == 2
+    met: list[Tensor] = []
+    handles = [
+        layer.register_forward_pre_hook(lambda _, a, kw: met.append(kw["hidden_states"]), with_kwargs=True)
+        for layer in layers.values()
+    ]
+    compute_logits(model, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    with evaluation_mode(model):
+        walk = LayerWalk(model, list_decoder_layers(model, next(iter(layers))), read_batches(token_ids(), model))
+        for (name, layer), wanted in zip(layers.items(), met, strict=True):
+            near(walk.observe(find_decoder_layer(model, name), layer).inputs[0], wanted.flatten(0, 1))
+            walk.advance(layer)
 
 
 @pytest.mark.newest

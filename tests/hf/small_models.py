@@ -80,6 +80,40 @@ EXPERTS = {"num_local_experts": 2, "num_experts": 2, "num_experts_per_tok": 1, "
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA3 = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SIX_OF_TEN = {"hidden_size": 60, "num_attention_heads": 6, "head_dim": None, "attention_bias": True}
+PER_LAYER = {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 4, "hidden_size": 36}
+LENT = {  # the last two layers read the keys of the two before
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+LINEAR = {  # one layer of linear attention, one with a gate
+    "head_dim": 10,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "attention_bias": True,
+}
+GLOBAL = {"attention_k_eq_v": True, "global_head_dim": 12, "num_global_key_value_heads": 1}
+GLM_EXPERTS = EXPERTS | {
+    "n_routed_experts": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+SCALED = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 4,
+    "llama_4_scaling_beta": 0.5,
+}
+UNDROPPED = dict.fromkeys(("attention_dropout", "residual_dropout", "router_jitter_noise", "input_jitter_noise"), 0.0)
+SHARED_EXPERT = {"shared_expert_intermediate_size": 16}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_expand": 2, "shared_intermediate_size": 16}
 # name → (Transformers' name of its classes, choices); shapes and positions differ, so that none is taken for granted
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -107,14 +141,40 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("GptOss", {**EXPERTS, "head_dim": 40, **MIXED}),
     "gpt2": ("GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
     "gpt_neox": ("GPTNeoX", {"num_key_value_heads": None, "head_dim": None, "rope_parameters": ROPE}),
+    "arcee": ("Arcee", {"head_dim": 20, "attention_bias": True, "rope_parameters": YARN}),
+    "apertus": ("Apertus", {**SIX_OF_TEN, "rope_parameters": LLAMA3}),
+    "hy_v3": ("HYV3", {**EXPERTS, "head_dim": 12, "num_shared_experts": 1, "first_k_dense_replace": 1}),
+    "nemotron": ("Nemotron", {"head_dim": 24, "attention_bias": True, "partial_rotary_factor": 0.5}),
+    "phimoe": ("Phimoe", {**EXPERTS, "head_dim": None, "attention_bias": True, **UNDROPPED}),
+    "glm4": ("Glm4", {"head_dim": 12, "attention_bias": True, "rope_parameters": ROPE}),
+    "glm4_moe": ("Glm4Moe", {**GLM_EXPERTS, "use_qk_norm": True, "head_dim": 20}),
+    "helium": ("Helium", {"num_key_value_heads": 2}),
+    "ernie4_5": ("Ernie4_5", {"use_bias": True, "head_dim": 10}),
+    "ernie4_5_moe": ("Ernie4_5_Moe", {**EXPERTS, "moe_k": 1, "moe_num_experts": 2, "head_dim": None}),
+    "dots1": ("Dots1", {**GLM_EXPERTS, **MIXED}),
+    "vaultgemma": ("VaultGemma", {"query_pre_attn_scalar": 8, "head_dim": 10, **MIXED}),
+    "gemma3n_text": ("Gemma3nText", {**PER_LAYER, **LENT, "laurel_rank": 4, "altup_num_inputs": 2}),
+    "gemma4_text": ("Gemma4Text", {**PER_LAYER, **MIXED, **GLOBAL}),
+    "gemma4_unified_text": ("Gemma4UnifiedText", {**MIXED, **GLOBAL, "attention_bias": True}),
+    "minimax_m2": ("MiniMaxM2", {**EXPERTS, "head_dim": 10, "rope_parameters": ROPE}),
+    "olmoe": ("Olmoe", {**EXPERTS, "head_dim": None}),
+    "exaone4": ("Exaone4", {"head_dim": 24, **MIXED}),
+    "seed_oss": ("SeedOss", {"head_dim": 10, "attention_bias": True, "attention_out_bias": True, **UNDROPPED}),
+    "ministral3": ("Ministral3", {"head_dim": 10, "rope_parameters": SCALED}),
+    "granitemoehybrid": ("GraniteMoeHybrid", {**EXPERTS, **MAMBA, "layer_types": ["mamba", "attention"]}),
+    "qwen3_next": ("Qwen3Next", {**EXPERTS, **SHARED_EXPERT, **LINEAR, "rope_parameters": ROPE}),
+    "qwen3_5_text": ("Qwen3_5Text", {**LINEAR, "head_dim": 16}),
+    "qwen3_5_moe_text": ("Qwen3_5MoeText", {**EXPERTS, **SHARED_EXPERT, **LINEAR, "head_dim": 16}),
+    "deepseek_v3": ("DeepseekV3", LATENT),
+    "glm4_moe_lite": ("Glm4MoeLite", {**LATENT, **GLM_EXPERTS, "head_dim": None}),
     # choices of families that are another layout
+    "gemma4_text, lent keys": ("Gemma4Text", {**PER_LAYER, **LENT}),
     "cohere, normed": ("Cohere", {"head_dim": None, "use_qk_norm": True}),
     "stablelm, normed": ("StableLm", {"head_dim": None, "qk_layernorm": True, "rope_parameters": ROPE}),
     "phi, normed": ("Phi", {"head_dim": None, "qk_layernorm": True, "rope_parameters": ROPE}),
     "llama, wide heads": ("Llama", {"head_dim": 10, "attention_bias": True}),
     # not converted, but controlled
-    "helium": ("Helium", {"num_key_value_heads": 1}),
-    "deepseek_v3": ("DeepseekV3", LATENT),
+    "glm": ("Glm", {"num_key_value_heads": 1}),
     "deepseek_v3, no query latent": ("DeepseekV3", LATENT | {"q_lora_rank": None}),
 }
 # in which the heads are not those that a wrong layout would also find
@@ -136,7 +196,7 @@ def tiny(family: str, **changes: Any) -> Any:
         setattr(config, name, value)
     if hasattr(config, "num_experts_per_tok"):
         config._experts_implementation = "eager"  # the only one in float64
-    attention = "eager" if family in ("gemma2", "gpt_oss") else "sdpa"
+    attention = "eager" if family in ("gemma2", "vaultgemma", "gpt_oss") else "sdpa"
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -273,8 +273,8 @@ def test_sharing_reports_what_happens(family: str) -> None:
     x = args[0] if args else kwargs["hidden_states"]
     with torch.no_grad():
         got = second(*args, **kwargs)[0]
-        _, k, v = kind.project(first, x)
-        _, s, none = kind.project(second, x)
+        _, k, v, _ = kind.project(first, x)
+        _, s, none, _ = kind.project(second, x)
     assert none is None
     assert v is not None
     layer = report.layers[0]
@@ -445,7 +445,7 @@ def test_an_inserted_norm_keeps_the_scale_of_scores(family: str, calibrated: boo
     after = logits(model, text)
     handle.remove()
     with torch.no_grad():
-        q, k, _ = kind.project(first, inputs[0])
+        q, k, *_ = kind.project(first, inputs[0])
         new_q, new_k = second.normalise(q, k)
     for old_side, new_side in ((q, new_q), (k, new_k)):
         ratio = new_side.square().mean((0, 1, 2)).sqrt() / old_side.square().mean((0, 1, 2)).sqrt()
@@ -613,7 +613,7 @@ def test_refused_options() -> None:
     refuse("must divide the model's 2 key/value heads and be fewer", model, kv_heads=2)
     refuse("merge must be one of", model, kv_heads=1, merge="median")
     refuse("say with kv_heads= how many are to stay", model, merge="mean")
-    refuse("a coupling is inserted without it", model, coupling="leapfrog", calibration=token_ids())
+    refuse("nothing is fitted here", model, coupling="leapfrog", calibration=token_ids())
     refuse("weight must lie between 0 and 1", model, share="k=v", weight=1.0)
     refuse("trainable must be one of", model, coupling="leapfrog", trainable="all")
     refuse("needs a coupling to train", model, share="k=v", trainable="coupling")

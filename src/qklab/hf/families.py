@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qklab import register
+from qklab.attention.spec import LatentSpec
 from qklab.hf.layout import ConvertibleFamily, Family, SeparateProjections, has_modules
-from qklab.optim.roles import Rows
+from qklab.optim.roles import CouplingLinearity, Rows
 from qklab.schema import suggest_name
 
 MODELS = "transformers.models"
@@ -30,30 +31,6 @@ MODELS = "transformers.models"
 class Llama(SeparateProjections):
     title = "Llama"
     attention = f"{MODELS}.llama.modeling_llama.LlamaAttention"
-
-
-@register.family("gemma")
-class Gemma(Llama):
-    title = "Gemma"
-    attention = f"{MODELS}.gemma.modeling_gemma.GemmaAttention"
-
-
-@register.family("granite")
-class Granite(Llama):
-    title = "Granite"
-    attention = f"{MODELS}.granite.modeling_granite.GraniteAttention"
-
-
-@register.family("granitemoe")
-class GraniteMoe(Llama):
-    title = "Granite MoE"
-    attention = f"{MODELS}.granitemoe.modeling_granitemoe.GraniteMoeAttention"
-
-
-@register.family("qwen2_moe")
-class Qwen2Moe(Llama):
-    title = "Qwen2 MoE"
-    attention = f"{MODELS}.qwen2_moe.modeling_qwen2_moe.Qwen2MoeAttention"
 
 
 @register.family("mistral")
@@ -67,19 +44,36 @@ class Mistral(Llama):
         return super().attention_options(layer) | {"sliding_window": getattr(layer.config, "sliding_window", None)}
 
 
-@register.family("mixtral")
-class Mixtral(Mistral):
-    title = "Mixtral"
-    attention = f"{MODELS}.mixtral.modeling_mixtral.MixtralAttention"
-
-
-@register.family("starcoder2")
-class Starcoder2(Mistral):
-    title = "StarCoder2"
-    attention = f"{MODELS}.starcoder2.modeling_starcoder2.Starcoder2Attention"
+class DropsOutput(ConvertibleFamily):
+    """Dropout on what an attention layer gives."""
 
     def finish(self, layer: Any, heads: Tensor) -> Tensor:
         return nn.functional.dropout(super().finish(layer, heads), layer.residual_dropout, layer.training)
+
+
+@register.family("starcoder2")
+class Starcoder2(DropsOutput, Mistral):
+    title = "StarCoder2"
+    attention = f"{MODELS}.starcoder2.modeling_starcoder2.Starcoder2Attention"
+
+
+@register.family("seed_oss")
+class SeedOss(DropsOutput, Llama):
+    title = "Seed-OSS"
+    attention = f"{MODELS}.seed_oss.modeling_seed_oss.SeedOssAttention"
+
+
+@register.family("ministral3")
+class Ministral3(Mistral):
+    """Queries grow with the logarithm of their position."""
+
+    title = "Ministral 3"
+    attention = f"{MODELS}.ministral3.modeling_ministral3.Ministral3Attention"
+
+    def scale_queries(self, layer: Any, q: Tensor, position_ids: Tensor | None) -> Tensor:
+        rope = layer.config.rope_parameters
+        names = ("llama_4_scaling_beta", "original_max_position_embeddings")
+        return q * self.source.get_llama_4_attn_scale(position_ids, *map(rope.get, names)).to(q.dtype)
 
 
 @register.family("phi3")
@@ -109,24 +103,6 @@ class Qwen2(Llama):
         return super().attention_options(layer) | {"sliding_window": layer.sliding_window}
 
 
-@register.family("ministral")
-class Ministral(Qwen2):
-    title = "Ministral"
-    attention = f"{MODELS}.ministral.modeling_ministral.MinistralAttention"
-
-
-@register.family("qwen3")
-class Qwen3(Qwen2):
-    title = "Qwen3"
-    attention = f"{MODELS}.qwen3.modeling_qwen3.Qwen3Attention"
-
-
-@register.family("qwen3_moe")
-class Qwen3Moe(Qwen2):
-    title = "Qwen3 MoE"
-    attention = f"{MODELS}.qwen3_moe.modeling_qwen3_moe.Qwen3MoeAttention"
-
-
 @register.family("gemma2")
 class Gemma2(Qwen2):
     title = "Gemma 2"
@@ -141,6 +117,57 @@ class Gemma3Text(Qwen2):
     title = "Gemma 3 (text)"
     attention = f"{MODELS}.gemma3.modeling_gemma3.Gemma3Attention"
     rotary_by_kind = True
+
+
+class LendsKeys(Qwen2):
+    """Some layers read the keys and values of an earlier one, and have no projections for them; values are normalised.
+
+    A layer whose value is its key keeps one tensor in the cache, normalised as key and as value when it is read.
+    """
+
+    rotary_by_kind = True
+    unfolded = "a norm"
+
+    def rotate(self, layer: Any, q: Tensor, k: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        turn = self.source.apply_rotary_pos_emb
+        return turn(q, *angles), turn(k, *angles)
+
+    def normalise_value(self, layer: Any, v: Tensor) -> Tensor:
+        return layer.v_norm(v)
+
+    def has_keys(self, layer: Any) -> bool:
+        return not layer.is_kv_shared_layer
+
+    def lend_keys(self, layer: Any, k: Tensor, v: Tensor, states: Any) -> None:
+        if layer.store_full_length_kv:
+            states[layer.layer_type] = k, v
+
+
+@register.family("gemma3n_text")
+class Gemma3nText(LendsKeys):
+    title = "Gemma 3n (text)"
+    attention = f"{MODELS}.gemma3n.modeling_gemma3n.Gemma3nTextAttention"
+
+    def lend_keys(self, layer: Any, k: Tensor, v: Tensor, states: Any) -> None:
+        if hasattr(layer, "kv_shared_layer_index") and layer.store_full_length_kv:  # before Transformers 5.23
+            states[layer.layer_idx] = k, v
+        else:
+            super().lend_keys(layer, k, v, states)
+
+
+@register.family("gemma4_text")
+class Gemma4Text(LendsKeys):
+    """In some models the value of a layer without a window is its key. Heads differ between kinds of layers."""
+
+    title = "Gemma 4 (text)"
+    attention = f"{MODELS}.gemma4.modeling_gemma4.Gemma4TextAttention"
+    shares_already = True
+
+    def list_refusals(self, layer: Any) -> dict[str, str]:
+        found = super().list_refusals(layer)
+        if layer.config.attention_k_eq_v:
+            del found["share"]
+        return found
 
 
 @register.family("smollm3")
@@ -166,11 +193,15 @@ class GptOss(Qwen2):
         return super().attention_options(layer) | {"s_aux": layer.sinks}
 
 
+class Interleaved(Llama):
+    interleaved = True
+
+
 @register.family("cohere")
-class Cohere(Llama):
+class Cohere(Interleaved):
     title = "Cohere"
     attention = f"{MODELS}.cohere.modeling_cohere.CohereAttention"
-    interleaved, norms_span_heads = True, True
+    norms_span_heads = True
 
 
 @register.family("cohere2")
@@ -205,6 +236,62 @@ class Olmo3(NormsAllHeads, Qwen2):
     title = "OLMo 3"
     attention = f"{MODELS}.olmo3.modeling_olmo3.Olmo3Attention"
     rotary_by_kind = True
+
+
+@register.family("olmoe")
+class Olmoe(NormsAllHeads, Mistral):
+    title = "OLMoE"
+    attention = f"{MODELS}.olmoe.modeling_olmoe.OlmoeAttention"
+
+    def list_refusals(self, layer: Any) -> dict[str, str]:
+        if layer.config.clip_qkv is None:
+            return super().list_refusals(layer)
+        return dict.fromkeys(("coupling", "share", "kv_heads", "norm"), "clips queries, keys and values (clip_qkv)")
+
+
+@register.family("exaone4")
+class Exaone4(Qwen2):
+    """Where some layers have a window, only those know positions."""
+
+    title = "EXAONE 4"
+    attention = f"{MODELS}.exaone4.modeling_exaone4.Exaone4Attention"
+
+    def rotates(self, layer: Any) -> bool:
+        return layer.sliding_window is None or layer.is_sliding
+
+    def attention_options(self, layer: Any) -> dict[str, Any]:
+        return super().attention_options(layer) | {"sliding_window": layer.sliding_window if layer.is_sliding else None}
+
+
+@register.family("granitemoehybrid")
+class GraniteMoeHybrid(Llama):
+    """Granite 4: layers of Mamba lie between those of attention, which stay what they are."""
+
+    title = "Granite 4 (hybrid)"
+    attention = f"{MODELS}.granitemoehybrid.modeling_granitemoehybrid.GraniteMoeHybridAttention"
+
+    def rotates(self, layer: Any) -> bool:
+        return layer.config.position_embedding_type == "rope"
+
+    def list_refusals(self, layer: Any) -> dict[str, str]:
+        found = super().list_refusals(layer)
+        if self.rotates(layer):
+            found["share"] = "does not tell its attention the positions by which cached keys would be turned"
+        return found
+
+
+@register.family("qwen3_next")
+class Qwen3Next(Llama):
+    """q_proj makes a gate as well, head by head; layers of linear attention lie between."""
+
+    title = "Qwen3-Next"
+    attention = f"{MODELS}.qwen3_next.modeling_qwen3_next.Qwen3NextAttention"
+    inputs = {"q_proj": "qg", "k_proj": "k", "v_proj": "v"}  # noqa: RUF012
+    unfolded = "a gate"
+
+    def split(self, layer: Any, name: str, y: Tensor) -> dict[str, Tensor]:
+        heads = y.unflatten(-1, (-1, layer.head_dim * len(self.inputs[name])))
+        return dict(zip(self.inputs[name], heads.split(layer.head_dim, -1), strict=True))
 
 
 @register.family("stablelm")
@@ -284,17 +371,58 @@ class GPTNeoX(ConvertibleFamily):
 
 
 @register.family("deepseek_v3")
-class DeepSeek(Family):
+class DeepSeek(ConvertibleFamily):
     """MLA as in DeepSeek-V2 and V3: fused up-projections, and the rotary key fused with the latent."""
 
     title = "DeepSeek-V3"
     attention = f"{MODELS}.deepseek_v3.modeling_deepseek_v3.DeepseekV3Attention"
+    inputs = dict.fromkeys(("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"), "")
+    output = "o_proj"
+    latent = True
+
+    def list_refusals(self, layer: Any) -> dict[str, str]:
+        found = {
+            "share": "keeps keys and values as one latent already",
+            "kv_heads": "makes the keys and values of all heads of one latent, so there are none to merge",
+            "norm": "makes keys of a cached latent, on which its norm lies",
+        }
+        if layer.q_lora_rank is None:
+            found["coupling"] = "couples latents, and this model has none for queries (q_lora_rank)"
+        return found
+
+    def width(self, layer: Any) -> int:
+        return layer.qk_nope_head_dim
+
+    def count_kv_heads(self, layer: Any) -> int:
+        return layer.num_heads
+
+    def read_latent(self, layer: Any) -> LatentSpec:
+        return LatentSpec(query_rank=layer.q_lora_rank, kv_rank=layer.kv_lora_rank, rope_width=0)
+
+    def compress(self, layer: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        latent, turned = layer.kv_a_proj_with_mqa(x).split([layer.kv_lora_rank, layer.qk_rope_head_dim], -1)
+        return layer.q_a_layernorm(layer.q_a_proj(x)), layer.kv_a_layernorm(latent), turned
+
+    def expand(
+        self, layer: Any, query_latent: Tensor, latent: Tensor, turned: Tensor, angles: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q = layer.q_b_proj(query_latent).unflatten(-1, (-1, layer.qk_head_dim)).transpose(1, 2)
+        plain, q_turned = q.split([layer.qk_nope_head_dim, layer.qk_rope_head_dim], -1)
+        rotate = "apply_rotary_pos_emb" + "_interleave" * bool(layer.config.rope_interleave)
+        q_turned, turned = getattr(self.source, rotate)(q_turned, turned[:, None], *angles)
+        return torch.cat([plain, q_turned], -1), latent[:, None], turned
 
     def is_attention(self, module: nn.Module) -> bool:
         return has_modules(module, "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
 
     def normalises(self, layer: nn.Module) -> bool:
         return False  # its norms lie on the latents
+
+    def find_coupling(self, layer: Any) -> CouplingLinearity:
+        return "none"  # it moves what goes into uq and uk
+
+    def shares_value(self, layer: Any) -> bool:
+        return False
 
     def rows(self, layer: Any) -> dict[str, Rows]:
         heads, nope, rank = layer.num_heads, layer.qk_nope_head_dim, layer.kv_lora_rank
@@ -310,6 +438,40 @@ class DeepSeek(Family):
             "kr": Rows.of(layer.kv_a_proj_with_mqa, 1, among=(rank, every)),
             "uk": Rows.of(layer.kv_b_proj, heads, within=(0, nope), gain=layer.kv_a_layernorm.weight),
         }
+
+
+# Families laid out as one above: model type → what people call it, its attention class, and whose layout it has.
+ALIKE: dict[str, tuple[str, str, type[ConvertibleFamily]]] = {
+    "gemma": ("Gemma", "GemmaAttention", Llama),
+    "granite": ("Granite", "GraniteAttention", Llama),
+    "granitemoe": ("Granite MoE", "GraniteMoeAttention", Llama),
+    "qwen2_moe": ("Qwen2 MoE", "Qwen2MoeAttention", Llama),
+    "arcee": ("Arcee", "ArceeAttention", Llama),
+    "apertus": ("Apertus", "ApertusAttention", Llama),
+    "hy_v3": ("Hy3", "HYV3Attention", Llama),
+    "nemotron": ("Nemotron", "NemotronAttention", Llama),
+    "phimoe": ("Phi-3.5 MoE", "PhimoeAttention", Llama),
+    "glm4_moe": ("GLM-4.5", "Glm4MoeAttention", Llama),
+    "glm4": ("GLM-4", "Glm4Attention", Interleaved),
+    "helium": ("Helium", "HeliumAttention", Interleaved),
+    "ernie4_5": ("ERNIE 4.5", "Ernie4_5Attention", Interleaved),
+    "ernie4_5_moe": ("ERNIE 4.5 MoE", "Ernie4_5_MoeAttention", Interleaved),
+    "mixtral": ("Mixtral", "MixtralAttention", Mistral),
+    "ministral": ("Ministral", "MinistralAttention", Qwen2),
+    "qwen3": ("Qwen3", "Qwen3Attention", Qwen2),
+    "qwen3_moe": ("Qwen3 MoE", "Qwen3MoeAttention", Qwen2),
+    "dots1": ("dots.llm1", "Dots1Attention", Qwen2),
+    "vaultgemma": ("VaultGemma", "VaultGemmaAttention", Gemma2),
+    "gemma4_unified_text": ("Gemma 4 unified (text)", "Gemma4UnifiedTextAttention", Gemma4Text),
+    "minimax_m2": ("MiniMax-M2", "MiniMaxM2Attention", Olmo2),
+    "qwen3_5_text": ("Qwen3.5 (text)", "Qwen3_5Attention", Qwen3Next),
+    "qwen3_5_moe_text": ("Qwen3.5 MoE (text)", "Qwen3_5MoeAttention", Qwen3Next),
+    "glm4_moe_lite": ("GLM-4.7 Flash", "Glm4MoeLiteAttention", DeepSeek),
+}
+for _model_type, (_title, _attention, _layout) in ALIKE.items():
+    _folder = _model_type.removesuffix("_text")
+    _path = f"{MODELS}.{_folder}.modeling_{_folder}.{_attention}"
+    register.family(_model_type)(type(_attention, (_layout,), {"title": _title, "attention": _path}))
 
 
 @register.family("named like Llama")
@@ -340,6 +502,37 @@ class NamedLikeLlama(Family):
         return getattr(layer, "v_proj", None) is None
 
 
+# Why models that people know are not converted, though they are decoders of text.
+NORM_AFTER_ROPE = "it normalises queries and keys after RoPE has turned them"
+INDEXED = "an indexer of its own chooses which keys a query meets"
+RENAMED_LAYERS = "Transformers before 5.23 renames the kinds of its layers where a converted model is saved"
+NO_SOFTMAX = "it has no softmax attention"
+REFUSED = {
+    "llama4_text": NORM_AFTER_ROPE,
+    "hunyuan_v1_dense": NORM_AFTER_ROPE,
+    "hunyuan_v1_moe": NORM_AFTER_ROPE,
+    "nanochat": NORM_AFTER_ROPE,
+    "deepseek_v2": "its RoPE multiplies complex numbers",
+    "deepseek_v32": INDEXED,
+    "deepseek_v4": "it makes one key of several tokens",
+    "glm_moe_dsa": INDEXED,
+    "hy_v4": INDEXED,
+    "qwen4_exp_text": INDEXED,
+    "mistral4": "it scales queries by their position after latents were expanded",
+    "lfm2": RENAMED_LAYERS,
+    "lfm2_moe": RENAMED_LAYERS,
+    "falcon_h1": "it multiplies its keys by a number before RoPE",
+    "diffllama": "it subtracts two attention maps",
+    "falcon": "its layers call no attention function of Transformers' interface",
+    "bloom": "it adds ALiBi's bias to the logits itself",
+    "mpt": "it adds ALiBi's bias to the logits itself",
+    "mamba": NO_SOFTMAX,
+    "mamba2": NO_SOFTMAX,
+    "rwkv": NO_SOFTMAX,
+    "xlstm": NO_SOFTMAX,
+}
+
+
 def convertible_families() -> dict[str, ConvertibleFamily]:
     """Model type → family, for those that can be converted."""
     return {name: kind() for name, kind in register.family.items() if issubclass(kind, ConvertibleFamily)}
@@ -349,9 +542,9 @@ def find_convertible(model_type: str) -> ConvertibleFamily:
     families = convertible_families()
     if model_type not in families:
         known = ", ".join(family.title for family in families.values())
-        hint = suggest_name(model_type, families)
+        why = f", as {REFUSED[model_type]}" if model_type in REFUSED else suggest_name(model_type, families)
         raise ValueError(
-            f"models of type {model_type!r} cannot be converted{hint}; the families known here are {known}."
+            f"models of type {model_type!r} cannot be converted{why}; the families known here are {known}."
         )
     return families[model_type]
 

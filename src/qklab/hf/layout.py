@@ -7,14 +7,15 @@ import functools
 import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from qklab.attention.spec import LatentSpec
 from qklab.hf.watch import watch_logits
-from qklab.optim.roles import LayerRoles, Rows, coupling_kind, output_axis
+from qklab.optim.roles import CouplingLinearity, LayerRoles, Rows, coupling_kind, output_axis
 
 
 class Family:
@@ -35,13 +36,21 @@ class Family:
         """Whether the key is also the value."""
         return False
 
+    def has_keys(self, layer: Any) -> bool:
+        """Whether the layer makes keys of its own, and not reads those of an earlier one: others are left alone."""
+        return True
+
+    def find_coupling(self, layer: Any) -> CouplingLinearity:
+        """By what kind of map queries and keys evolve together once they are made."""
+        return coupling_kind(getattr(layer, "couple", None))
+
     def layer_roles(self, module: nn.Module) -> LayerRoles | None:
         """What logit control acts on in `module`, or None where it is no attention layer of this family."""
-        if not self.is_attention(module):
+        if not self.is_attention(module) or not self.has_keys(module):
             return None
         return LayerRoles(
             self.rows(module),
-            coupling=coupling_kind(getattr(module, "couple", None)),
+            coupling=self.find_coupling(module),
             qk_norm=self.normalises(module),
             key_is_value=self.shares_value(module),
             watch=functools.partial(self.watch, module),
@@ -79,6 +88,15 @@ class Weights:
     o_bias: Tensor | None = None
 
 
+class Projected(NamedTuple):
+    """What is made of x [B, T, d]: q [B, T, H, D], k and v [B, T, G, D]; v is None where it is k."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor | None = None
+    g: Tensor | None = None  # [B, T, H, D], a gate on what the heads give, where the family has one
+
+
 class ConvertibleFamily(Family):
     """A family whose layers can be converted. All it has to say of its layout is `split`."""
 
@@ -91,6 +109,9 @@ class ConvertibleFamily(Family):
     norms: ClassVar[tuple[str, str]] = ("q_norm", "k_norm")  # of queries and keys, where a layer has them
     norms_span_heads: ClassVar[bool] = False  # whether those norms know of each head apart
     grouped: ClassVar[bool] = True  # whether its configuration knows key/value heads
+    latent: ClassVar[bool] = False  # whether queries and keys are made of latents, which is what can be coupled
+    shares_already: ClassVar[bool] = False  # whether share="k=v" is for layers whose key is the value as it is
+    unfolded: ClassVar[str | None] = None  # what of it keeps a map of the values from being folded into the output
 
     def split(self, layer: Any, name: str, y: Tensor) -> dict[str, Tensor]:
         """y [..., n], n the outputs of the submodule `name`, as views by what they are: symbol → [..., heads, D].
@@ -124,13 +145,26 @@ class ConvertibleFamily(Family):
         """Whether the layer has a norm of the family's own on queries and keys."""
         return layer._modules.get(self.norms[0]) is not None
 
-    def refuse_merge(self, layer: Any) -> str | None:
-        """Why its key/value heads cannot be merged, where they cannot."""
+    def list_refusals(self, layer: Any) -> dict[str, str]:
+        """What cannot be asked of its layers: option of `convert` → why, after the family's title."""
+        found: dict[str, str] = {}
         if not self.grouped:
-            return "has as many key/value heads as heads and no setting for fewer"
-        if self.norms_span_heads and self.has_norms(layer):
-            return "has a norm on its keys that knows each head apart"
-        return None
+            found["kv_heads"] = "has as many key/value heads as heads and no setting for fewer"
+        elif self.norms_span_heads and self.has_norms(layer):
+            found["kv_heads"] = "has a norm on its keys that knows each head apart"
+        if self.unfolded is not None:
+            why = f"has {self.unfolded} between values and output projection, which cannot take up what is fitted"
+            found |= {"share": why, "kv_heads": why}
+        if self.has_norms(layer):
+            found["norm"] = "already normalises queries and keys"
+        return found
+
+    def scale_queries(self, layer: Any, q: Tensor, position_ids: Tensor | None) -> Tensor:
+        """q [B, H, T, D], turned, by what the family makes of its positions besides."""
+        return q
+
+    def lend_keys(self, layer: Any, k: Tensor, v: Tensor, states: Any) -> None:
+        """Leave keys and values in `states` for later layers, where the family has layers without their own."""
 
     def pair_entries(self, layer: Any) -> tuple[Tensor, Tensor]:
         """The entries of a head that RoPE turns together, [D/2] twice; what it does not turn is paired as well."""
@@ -150,8 +184,27 @@ class ConvertibleFamily(Family):
     def apply_norm(self, norm: Any, u: Tensor) -> Tensor:
         return norm(u)
 
-    def kv_heads(self, config: Any) -> int:
-        return config.num_key_value_heads if self.grouped else config.num_attention_heads
+    def normalise_value(self, layer: Any, v: Tensor) -> Tensor:
+        """The family's own norm on v [B, S, G, D], where it has one."""
+        return v
+
+    def count_kv_heads(self, layer: Any) -> int:
+        return layer.config.num_attention_heads // (layer.num_key_value_groups if self.grouped else 1)
+
+    def read_latent(self, layer: Any) -> LatentSpec | None:
+        """The widths of the latents, where queries and keys are made of such."""
+        return None
+
+    def compress(self, layer: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, T, d] → the latents of queries and of keys and values, normalised, and the part of the key that RoPE
+        turns, [B, T, ·] each."""
+        raise NotImplementedError
+
+    def expand(
+        self, layer: Any, query_latent: Tensor, latent: Tensor, turned: Tensor, angles: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, H, T, ·], and what is cached: the latent and the turned part of the key, [B, 1, T, ·] each."""
+        raise NotImplementedError
 
     @functools.cached_property
     def source(self) -> Any:
@@ -168,7 +221,8 @@ class ConvertibleFamily(Family):
 
     def layers(self, model: nn.Module) -> dict[str, Any]:
         """The attention layers by name, in the order of the model."""
-        return {name: module for name, module in model.named_modules() if isinstance(module, self.attention_class)}
+        kind = self.attention_class
+        return {name: m for name, m in model.named_modules() if isinstance(m, kind) and self.has_keys(m)}
 
     def number_rows(self, layer: Any) -> Iterator[tuple[str, nn.Module, Tensor]]:
         """Symbol, linear layer, and which of its outputs make that, [heads, D]."""
@@ -180,19 +234,18 @@ class ConvertibleFamily(Family):
                     yield symbol, linear, rows
 
     def rows(self, layer: Any) -> dict[str, Rows]:
-        return {symbol: Rows.at(linear, rows) for symbol, linear, rows in self.number_rows(layer) if symbol != "v"}
+        return {symbol: Rows.at(linear, rows) for symbol, linear, rows in self.number_rows(layer) if symbol in "qk"}
 
     def shares_value(self, layer: Any) -> bool:
         return "v" not in {symbol for symbol, _, _ in self.number_rows(layer)}
 
-    def project(self, layer: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """x [B, T, d] → q [B, T, H, D], k and v [B, T, G, D]; v is None where it is k."""
+    def project(self, layer: Any, x: Tensor) -> Projected:
         made: dict[str, Tensor] = {}
         for name in self.inputs:
             linear = getattr(layer, name)
             if linear is not None:
                 made.update(self.split(layer, name, linear(x)))
-        return made["q"], made["k"], made.get("v")
+        return Projected(**made)
 
     def finish(self, layer: Any, heads: Tensor) -> Tensor:
         """[B, T, H·D] → [B, T, d]."""

@@ -23,12 +23,12 @@ RECORD, WEIGHTS = "qklab_adapter.json", "qklab_adapter.safetensors"
 def describe_adapted_shape(model: PreTrainedModel) -> dict[str, Any]:
     """What an adapter must fit."""
     family, config = find_family(model), text_config(model)
-    layers = family.layers(model)
+    layers = list(family.layers(model).values())
     return {
         "layers": len(layers),
         "heads": config.num_attention_heads,
-        "kv_heads": family.kv_heads(config),
-        "head_width": family.width(next(iter(layers.values()))),
+        "kv_heads": family.count_kv_heads(layers[0]),
+        "head_width": family.width(layers[0]),
     }
 
 

@@ -14,7 +14,7 @@ from qklab.attention.spec import CouplingSpec
 from qklab.hf.convert.attention import ConvertedAttention
 from qklab.hf.convert.calibrate import LayerWalk, Text, evaluation_mode, measure_change, read_batches
 from qklab.hf.convert.check import check_options, read_coupling, read_merge, refuse_converted, refuse_unfit_model
-from qklab.hf.convert.layers import convert_layers, copy_projections, find_decoder_layer, set_kv_heads
+from qklab.hf.convert.layers import convert_layers, copy_projections, list_decoder_layers, set_kv_heads
 from qklab.hf.convert.record import Conversion, ConversionReport, find_conversion
 from qklab.hf.convert.store import mark_converted, plain_config_class
 from qklab.hf.families import find_family, text_config
@@ -83,7 +83,8 @@ def convert(
     )
     refuse_unfit_model(model, family, conversion)
     check_options(conversion, calibration, weight, trainable)
-    heads_before = family.kv_heads(config)
+    layers = list(family.layers(model).values())
+    heads_before, cache_before = family.count_kv_heads(layers[0]), sum(count_cached(layer, family) for layer in layers)
     count_before = count_parameters(model)
     batches = None if calibration is None else read_batches(calibration, model)
     before = Unconverted(
@@ -96,17 +97,14 @@ def convert(
         before.projections = {name: copy_projections(layer, family) for name, layer in family.layers(model).items()}
     with all_or_nothing(model, family), evaluation_mode(model):
         logits = None if batches is None else compute_logits(model, batches[0])
-        walk = (
-            None
-            if batches is None
-            else LayerWalk(model, [find_decoder_layer(model, n) for n in family.layers(model)], batches)
-        )
+        blocks = list_decoder_layers(model, next(iter(family.layers(model))))
+        walk = None if batches is None else LayerWalk(model, blocks, batches)
         reports, conversion = convert_layers(model, conversion, walk, weight, seed)
         record_conversion(model, conversion)
         moved = None
         if batches is not None and logits is not None:
             moved = measure_change([logits], [cast(Tensor, compute_logits(model, batches[0]))])
-    for layer in family.layers(model).values():
+    for layer in layers:
         layer.train(layer.training)  # what is new in it as well
     before.frozen = freeze_parameters(model, trainable)
     model.__dict__["qklab_before"] = before
@@ -121,7 +119,7 @@ def convert(
         parameters=count_parameters(model),
         inserted=inserted,
         trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
-        cache_share=family.kv_heads(config) / heads_before * (0.5 if share else 1.0),
+        cache_share=sum(count_cached(layer, family) for layer in layers) / cache_before,
         layers=reports,
         logits=moved,
         notes=notes,
@@ -191,6 +189,12 @@ def compute_logits(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tenso
 
 def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def count_cached(layer: nn.Module, family: ConvertibleFamily) -> int:
+    """Numbers that a layer caches for a token, in heads' widths: Transformers caches keys and values apart."""
+    tensors = 1 if isinstance(layer, ConvertedAttention) and family.shares_value(layer) else 2
+    return tensors * family.count_kv_heads(layer) * family.width(layer)
 
 
 def list_inserted_parameters(model: PreTrainedModel) -> list[tuple[str, nn.Parameter]]:

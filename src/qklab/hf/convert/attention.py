@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from qklab.attention.couple import Coupling
 from qklab.attention.norm import QKNorm
 from qklab.hf.convert.cache import POSITION, share_layer
+from qklab.hf.families import find_convertible
 from qklab.hf.layout import ConvertibleFamily
 from qklab.hf.paged import find_key_positions, holds_one_tensor, update_pages
 from qklab.ops.rope import apply_rope_without_gradient
@@ -33,7 +34,7 @@ class ConvertedAttention(nn.Module):
     scaling: float
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return restore_layer, (type(self.family),), self.__dict__
+        return restore_layer, (self.config.model_type,), self.__dict__
 
     def forward(
         self,
@@ -42,11 +43,12 @@ class ConvertedAttention(nn.Module):
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
         layer_past: Any = None,
+        shared_kv_states: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         cache = layer_past if past_key_values is None else past_key_values
         angles = position_embeddings if self.family.rotates(self) else None
-        q, k, v = self.family.project(self, hidden_states)
+        q, k, v, gate = self.family.project(self, hidden_states)
         if self.couple is not None:
             q, k = self.couple(q, k)
         shared, key_angles = v is None, None
@@ -56,23 +58,27 @@ class ConvertedAttention(nn.Module):
             attention = attention.removeprefix("paged|")  # which would write to pages itself
         elif shared and cache is not None:
             k, key_angles = self.store_shared(k, angles, kwargs.get("position_ids"), cache)
-        stored = k if v is None else v
+        stored = self.family.normalise_value(self, k if v is None else v)
         q, k = self.normalise_heads(q, k)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), stored.transpose(1, 2)
         q, k = self.rotate_heads(q, k, angles, key_angles)
+        q = self.family.scale_queries(self, q, kwargs.get("position_ids"))
         if not shared and cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
+        self.family.lend_keys(self, k, v, shared_kv_states)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(attention, self.family.source.eager_attention_forward)
         options = self.family.attention_options(self)
         o, weights = attend(self, q, k, v, attention_mask, scaling=self.scaling, **options, **kwargs)
         o = o.reshape(*hidden_states.shape[:-1], -1).contiguous()
-        return self.family.finish(self, o), weights
+        return self.family.finish(self, o if gate is None else o * torch.sigmoid(gate.flatten(2))), weights
 
     def store_shared(
         self, s: Tensor, angles: tuple[Tensor, Tensor] | None, position_ids: Tensor | None, cache: Any
     ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """s [B, T, G, D] of the new tokens → [B, S, G, D] of all, and the angles that turn its keys."""
         share_layer(cache, self.layer_idx)
+        if angles is None and position_ids is None:
+            position_ids = torch.zeros(1, s.shape[1], dtype=POSITION, device=s.device)  # nobody asks for them
         s, positions = cache.update(s.transpose(1, 2), self.make_positions(s, position_ids), self.layer_idx)
         every = None if angles is None else self.compute_angles(positions[:, 0, :, 0], angles, cache)
         return s.transpose(1, 2), every
@@ -103,7 +109,8 @@ class ConvertedAttention(nn.Module):
         if key_angles is None:
             return self.family.rotate(self, q, k, angles)
         q = self.family.rotate(self, q, q[:, :0], angles)[0]
-        plain = self.family.repeats_angles and not self.family.interleaved
+        family = self.family
+        plain = family.repeats_angles and not family.interleaved and not family.shares_already  # whose bits must stay
         if not plain or not rotates_without_gradient(k, key_angles[0]):
             return q, self.family.rotate(self, k, k[:, :0], key_angles)[0]
         cos, sin = (table[:, None, :, : table.shape[-1] // 2] for table in key_angles)
@@ -133,6 +140,32 @@ class ConvertedAttention(nn.Module):
         return found[2]
 
 
+class ConvertedLatentAttention(ConvertedAttention):
+    """MLA: compress → couple → expand, rotate → mix → output. The cache holds the coupled latent, small as before."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        query_latent, latent, turned = self.family.compress(self, hidden_states)
+        if self.couple is not None:
+            query_latent, latent = self.couple(query_latent, latent)
+        q, latent, turned = self.family.expand(self, query_latent, latent, turned, position_embeddings)
+        if past_key_values is not None:
+            latent, turned = past_key_values.update(latent, turned, self.layer_idx)
+        k, v = cast(Any, self).expand_kv(latent, turned)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(  # here, where watching looks for it
+            self.config._attn_implementation, self.family.source.eager_attention_forward
+        )
+        options = self.family.attention_options(self)
+        o, weights = attend(self, q, k, v, attention_mask, scaling=self.scaling, **options, **kwargs)
+        return self.family.finish(self, o.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
+
+
 def rotates_without_gradient(k: Tensor, cos: Tensor) -> bool:
     """Whether nobody needs the rotation's gradient, no compiler fuses its steps and no precisions are mixed."""
     wanted = torch.is_grad_enabled() and k.requires_grad
@@ -142,11 +175,12 @@ def rotates_without_gradient(k: Tensor, cos: Tensor) -> bool:
 @functools.cache
 def converted_class(kind: type[ConvertibleFamily]) -> type[ConvertedAttention]:
     """The family's attention class with our forward."""
-    family, bases = kind(), (ConvertedAttention, kind().attention_class)
+    family, ours = kind(), ConvertedLatentAttention if kind.latent else ConvertedAttention
+    bases = (ours, family.attention_class)
     return type(f"Converted{bases[1].__name__}", bases, {"family": family})
 
 
-def restore_layer(kind: type[ConvertibleFamily]) -> ConvertedAttention:
+def restore_layer(model_type: str) -> ConvertedAttention:
     """What copying and unpickling begin with."""
-    made = converted_class(kind)
+    made = converted_class(type(find_convertible(model_type)))
     return made.__new__(made)

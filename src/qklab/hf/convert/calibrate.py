@@ -76,10 +76,12 @@ class LayerRecord:
 
 
 class LayerWalk:
-    """Goes through the layers of a model in order. For each: `observe` runs it and returns what its attention met, then
-    the caller may change it, then `advance` runs it again, so that the next layer meets what the changed one gives."""
+    """Goes through the blocks of a model in order. For each with attention: `observe` runs it and returns what its
+    attention met, then the caller may change it, then `advance` runs it again, so that the next one meets what the
+    changed one gives. Blocks between, without attention, are run as they are."""
 
     def __init__(self, model: PreTrainedModel, blocks: Sequence[nn.Module], batches: Sequence[Batch]):
+        self.blocks, self.at = blocks, 0
         self.masks = [batch["attention_mask"].bool() for batch in batches]
         self.states: list[Tensor] = []
         self.calls: list[list[tuple[Any, Any]]] = []
@@ -105,26 +107,34 @@ class LayerWalk:
                 handle.remove()
         self.calls.append(calls)
 
-    def observe(self, index: int, block: nn.Module, attention: nn.Module) -> LayerRecord:
-        seen, _ = self.run(index, block, attention)
+    def observe(self, block: nn.Module, attention: nn.Module) -> LayerRecord:
+        while self.blocks[self.at] is not block:
+            self.states = self.run_block()
+            self.at += 1
+        seen, _ = self.run(attention)
         return seen
 
-    def advance(self, index: int, block: nn.Module, attention: nn.Module) -> LayerRecord:
-        seen, self.states = self.run(index, block, attention)
+    def advance(self, attention: nn.Module) -> LayerRecord:
+        seen, self.states = self.run(attention)
+        self.at += 1
         return seen
 
-    def run(self, index: int, block: nn.Module, attention: nn.Module) -> tuple[LayerRecord, list[Tensor]]:
+    def run_block(self) -> list[Tensor]:
+        states, block = [], self.blocks[self.at]
+        for state, calls in zip(self.states, self.calls, strict=True):
+            args, kwargs = calls[self.at]
+            states.append(first_tensor(block(state, *args, **kwargs)))
+        return states
+
+    def run(self, attention: nn.Module) -> tuple[LayerRecord, list[Tensor]]:
         inputs: list[Tensor] = []
         outputs: list[Tensor] = []
 
         def before(args: Any, kwargs: Any) -> None:
             inputs.append(args[0] if args else kwargs["hidden_states"])
 
-        states = []
         with hook_calls(attention, before, lambda output: outputs.append(first_tensor(output))):
-            for state, calls in zip(self.states, self.calls, strict=True):
-                args, kwargs = calls[index]
-                states.append(first_tensor(block(state, *args, **kwargs)))
+            states = self.run_block()
         seen = LayerRecord(
             *([part[mask] for part, mask in zip(parts, self.masks, strict=True)] for parts in (inputs, outputs))
         )

@@ -61,6 +61,9 @@ def refuse_unfit_model(model: PreTrainedModel, family: ConvertibleFamily, conver
         raise ValueError(f"no {family.attention_class.__name__} layers were found in this {type(model).__name__}.")
     if getattr(config, "quantization_config", None) is not None or getattr(model, "is_quantized", False):
         raise ValueError("a quantised model cannot be converted; load it without quantization_config and convert that.")
+    for option, why in family.list_refusals(next(iter(layers.values()))).items():
+        if getattr(conversion, option) is not None:
+            raise ValueError(f"{family.title} {why}; leave {option} out.")
     for name, layer in layers.items():
         if "forward" in layer.__dict__:
             raise ValueError(
@@ -69,7 +72,7 @@ def refuse_unfit_model(model: PreTrainedModel, family: ConvertibleFamily, conver
             )
         for part in family.projections:
             module = getattr(layer, part, None)
-            if type(module) not in (nn.Linear, Conv1D):
+            if module is not None and type(module) not in (nn.Linear, Conv1D):
                 raise ValueError(
                     f"{name}.{part} is a {type(module).__name__}, not a plain linear layer; convert before quantising "
                     "or attaching adapters."
@@ -85,16 +88,17 @@ def refuse_unfit_model(model: PreTrainedModel, family: ConvertibleFamily, conver
             f"share cannot go with rope_type {', '.join(sorted(kinds & set(GROWING_ROPE)))!r}: its angles change with "
             "the length, and the cached keys are turned when they are read."
         )
-    first = next(iter(layers.values()))
-    if conversion.norm and family.has_norms(first):
-        raise ValueError(f"{family.title} already normalises queries and keys; leave norm out.")
-    unmerged = family.refuse_merge(first)
-    if conversion.kv_heads is not None and unmerged is not None:
-        raise ValueError(f"{family.title} {unmerged}; leave kv_heads out.")
     meta = any(parameter.is_meta for layer in layers.values() for parameter in layer.parameters())
     if meta and (conversion.overwrites or conversion.norm):
         raise ValueError("share, norm and kv_heads need the weights, but this model has none yet (meta device).")
-    G = family.kv_heads(config)
+    counts = {family.count_kv_heads(layer) for layer in layers.values()}
+    if conversion.kv_heads is not None and len(counts) > 1:
+        found = ", ".join(map(str, sorted(counts)))
+        raise ValueError(
+            f"layers of this model differ in their number of key/value heads ({found}), so they cannot be merged to "
+            "one number; leave kv_heads out."
+        )
+    G = counts.pop()
     if conversion.kv_heads is not None and (G % conversion.kv_heads or conversion.kv_heads == G):
         fewer = [n for n in range(1, G) if G % n == 0]
         raise ValueError(
@@ -107,7 +111,7 @@ def check_options(conversion: Conversion, calibration: object, weight: float, tr
     if not (conversion.structural or conversion.overwrites):
         raise ValueError("nothing was asked for; give coupling=, share=, norm= or kv_heads=.")
     if calibration is not None and not (conversion.overwrites or conversion.norm):
-        raise ValueError("calibration is for share, norm and kv_heads; a coupling is inserted without it.")
+        raise ValueError("calibration is for what share, norm and kv_heads fit; nothing is fitted here: leave it out.")
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < 1:
         raise ValueError(f"weight must lie between 0 and 1, the ends excluded, but {weight!r} came.")
     if trainable is not None and trainable not in TRAINABLE:

@@ -24,6 +24,11 @@ def find_decoder_layer(model: nn.Module, name: str) -> nn.Module:
     return model.get_submodule(name.rpartition(".")[0])
 
 
+def list_decoder_layers(model: nn.Module, name: str) -> list[nn.Module]:
+    """The decoder layers among which is that of the attention layer `name`, with attention or without."""
+    return list(model.get_submodule(name.rpartition(".")[0].rpartition(".")[0]).children())
+
+
 def copy_projections(layer: nn.Module, family: ConvertibleFamily) -> dict[str, nn.Module]:
     """Copies of a layer's projections in CPU memory."""
     return {name: copy.deepcopy(getattr(layer, name)).to("cpu") for name in family.projections}
@@ -34,17 +39,19 @@ def convert_layers(
 ) -> tuple[list[LayerReport], Conversion]:
     family = conversion.layout
     layers = family.layers(model)
-    first = family.read(next(iter(layers.values())))
-    centre = conversion.share is not None and first.k_bias is not None
-    conversion = conversion.replace(output_bias=centre and first.o_bias is None)
+    centre = False
+    if conversion.fits_share:
+        first = family.read(next(iter(layers.values())))
+        centre = first.k_bias is not None
+        conversion = conversion.replace(output_bias=centre and first.o_bias is None)
     config = text_config(model)
-    heads = conversion.kv_heads or family.kv_heads(config)
     reports: list[LayerReport] = []
-    for index, (name, layer) in enumerate(layers.items()):
+    for name, layer in layers.items():
         report = LayerReport(name)
-        seen = None if walk is None else walk.observe(index, find_decoder_layer(model, name), layer)
+        seen = None if walk is None else walk.observe(find_decoder_layer(model, name), layer)
         if conversion.overwrites:
             weights = family.read(layer)
+            heads = conversion.kv_heads or weights.k.shape[0]
             moments = measure_group_moments(layer, family, weights, heads, seen)
             if not bool(moments.second.isfinite().all()):
                 raise ValueError(
@@ -57,15 +64,15 @@ def convert_layers(
                 set_groups(layer, config, heads)
             family.write(layer, apply_fit(weights, fit))
         if conversion.structural:
-            insert_stages(name, layer, conversion, heads, find_rotary(model, name), seed)
+            insert_stages(name, layer, conversion, find_rotary(model, name), seed)
         if conversion.norm:
             set_gains(layer, family, seen)
         if walk is not None and seen is not None:
-            after = walk.advance(index, find_decoder_layer(model, name), layer)
+            after = walk.advance(layer)
             report.output = measure_change(seen.outputs, after.outputs)
         reports.append(report)
     if conversion.kv_heads is not None:
-        set_kv_heads(model, family, heads)
+        set_kv_heads(model, family, conversion.kv_heads)
     return reports, conversion
 
 
@@ -80,19 +87,16 @@ def find_rotary(model: nn.Module, name: str) -> tuple[nn.Module, ...]:
     return ()
 
 
-def insert_stages(
-    name: str, layer: Any, conversion: Conversion, kv_heads: int, rotary: tuple[nn.Module, ...], seed: int
-) -> None:
+def insert_stages(name: str, layer: Any, conversion: Conversion, rotary: tuple[nn.Module, ...], seed: int) -> None:
     """Make `layer` a converted one, with the coupling and the norm that the conversion asks for."""
     family = conversion.layout
-    width = family.width(layer)
-    spec = make_attention_spec(conversion, layer.config, kv_heads, width)
+    spec = make_attention_spec(conversion, layer)
     like = getattr(layer, family.output).weight
     layer.__class__ = converted_class(type(family))
     layer.rotary = rotary
     layer.couple, layer.normalise = None, None
-    if spec.coupling is not None:
-        couple = spec.coupling.mechanism(spec)
+    if spec.coupler is not None:
+        couple = spec.coupler(spec)
         for path, module in reversed(list(couple.named_modules())):
             if callable(reset := getattr(module, "reset", None)):
                 reset(torch.Generator().manual_seed(seed_of(seed, f"{name}.couple.{path}")))
@@ -104,9 +108,10 @@ def insert_stages(
 def reshape_projections(layer: Any, conversion: Conversion) -> None:
     """Give a layer that is about to be loaded the projections of a converted one."""
     family = conversion.layout
+    if not conversion.fits_share:
+        return
     weights = family.read(layer)
-    if conversion.share:
-        weights.v, weights.v_bias = None, None
+    weights.v, weights.v_bias = None, None
     if conversion.output_bias:
         weights.o_bias = weights.o.new_zeros(weights.o.shape[0])
     family.write(layer, weights)
@@ -131,9 +136,9 @@ def measure_group_moments(
 
     def project_inputs():
         for x in seen.inputs:
-            _, k, v = family.project(layer, x[None])
-            assert v is not None
-            yield group_heads(k[0], v[0])
+            made = family.project(layer, x[None])
+            assert made.v is not None
+            yield group_heads(made.k[0], made.v[0])
 
     return measure_moments(project_inputs())
 
@@ -189,8 +194,7 @@ def set_gains(layer: Any, family: ConvertibleFamily, seen: LayerRecord | None) -
             normed[side].append(square / (square.mean(-1, keepdim=True) + layer.normalise.eps))
     else:
         for x in seen.inputs:
-            q, k, _ = family.project(layer, x[None])
-            for side, u in enumerate((q, k)):
+            for side, u in enumerate(family.project(layer, x[None])[:2]):
                 square = u.double().square().flatten(0, -2)
                 squares[side].append(square)
                 normed[side].append(square / (square.mean(-1, keepdim=True) + layer.normalise.eps))

@@ -76,9 +76,14 @@ class Conversion(Spec):
         return bool(self.coupling or self.share or self.norm)
 
     @property
+    def fits_share(self) -> bool:
+        """Whether one tensor was fitted to keys and values, and not found in their place."""
+        return self.share is not None and not self.layout.shares_already
+
+    @property
     def overwrites(self) -> bool:
         """Whether weights of the model were replaced."""
-        return bool(self.share or self.kv_heads)
+        return bool(self.fits_share or self.kv_heads)
 
     @property
     def name(self) -> str:
@@ -103,13 +108,15 @@ def read_record(record: Any) -> Conversion:
     return Conversion.from_dict({name: value for name, value in record.items() if name != "version"})
 
 
-def make_attention_spec(conversion: Conversion, config: Any, kv_heads: int, width: int) -> AttentionSpec:
+def make_attention_spec(conversion: Conversion, layer: Any) -> AttentionSpec:
     """The spec of a layer's coupling and norm; rotation and mixing stay the family's."""
+    family, config = conversion.layout, layer.config
     return AttentionSpec(
         width=config.hidden_size,
         heads=config.num_attention_heads,
-        kv_heads=kv_heads,
-        head_width=width,
+        kv_heads=config.num_attention_heads if family.latent else family.count_kv_heads(layer),
+        head_width=family.width(layer),
+        latent=family.read_latent(layer),
         coupling=conversion.coupling,
         norm="qk" if conversion.norm else "none",
         norm_eps=conversion.norm_eps,

@@ -161,8 +161,7 @@ def loading_class(cls: type[PreTrainedModel]) -> Any:
             conversion = read_record(layer.config.qklab)
             hold_one_tensor(self, conversion.share is not None)
             reshape_projections(layer, conversion)
-            heads = conversion.layout.kv_heads(layer.config)
-            insert_stages(name, layer, conversion, heads, find_rotary(self, name), seed=0)
+            insert_stages(name, layer, conversion, find_rotary(self, name), seed=0)
 
     def initialize_weights(self: Any) -> None:
         draw_missing(self)
@@ -209,8 +208,9 @@ def find_unshaped_layers(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
         config = getattr(module, "config", None)
         if isinstance(config, WritesConversion) and getattr(config, "qklab", None) is not None:
-            kind = find_convertible(cast(Any, config).model_type).attention_class
-            if isinstance(module, kind) and not isinstance(module, ConvertedAttention):
+            family = find_convertible(cast(Any, config).model_type)
+            unshaped = isinstance(module, family.attention_class) and not isinstance(module, ConvertedAttention)
+            if unshaped and family.has_keys(module):
                 yield name, module
 
 

@@ -80,6 +80,7 @@ def test_mechanisms_agree_everywhere(capsys: pytest.CaptureFixture[str]) -> None
     assert out.count("│    yes") == len(list_mechanisms())
     assert "NO" not in out
     assert "the same" in out
+    assert "parameters, untrained" in out
 
 
 @pytest.mark.parametrize(

@@ -20,15 +20,16 @@ GRID = grid()
 SLOW = ("gradients", "compilation")
 
 
-COVERING = {*cover_choices(GRID, 1), *cover_choices(GRID, 2, among=("share", "mix", "norm"))}
+CHOICES = {*cover_choices(GRID, 1)}
+COVERING = {*CHOICES, *cover_choices(GRID, 2, among=("share", "mix", "norm"))}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """What is slow would take most of the time, so on a CPU it is for COVERING alone."""
-    if "covered" in metafunc.fixturenames:
-        every = metafunc.config.getoption("--device") != "cpu"
-        specs = [spec for spec in GRID if every or spec in COVERING]
-        metafunc.parametrize("covered", specs, ids=lambda spec: spec.name)
+    """What is slow would take most of the time, so on a CPU it is for COVERING or CHOICES alone."""
+    every = metafunc.config.getoption("--device") != "cpu"
+    for name, some in (("covering", COVERING), ("choosing", CHOICES)):
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(name, [spec for spec in GRID if every or spec in some], ids=lambda spec: spec.name)
 
 
 @pytest.mark.parametrize("spec", GRID, ids=lambda spec: spec.name)
@@ -39,9 +40,12 @@ def test_contracts(spec: AttentionSpec, device: str) -> None:
             CONTRACTS[name](spec, device)
 
 
-def test_gradients_and_compilation(covered: AttentionSpec, device: str) -> None:
-    for name in SLOW:
-        CONTRACTS[name](covered, device)
+def test_gradients(covering: AttentionSpec, device: str) -> None:
+    CONTRACTS["gradients"](covering, device)
+
+
+def test_compilation(choosing: AttentionSpec, device: str) -> None:
+    CONTRACTS["compilation"](choosing, device)
 
 
 def test_the_grid_is_wide_and_its_names_tell_specs_apart() -> None:
@@ -111,16 +115,10 @@ def test_every_field_changes_something_somewhere(kind: type[Spec], field: str) -
     pytest.fail(f"{kind.__name__}.{field} changes neither output nor gradient of any spec of the grid")
 
 
-INDUCTOR = [
-    AttentionSpec(**SIZE, share="k=v", kv_heads=2, coupling=CouplingSpec(), norm="qk", mix="differential"),
-    AttentionSpec(**SIZE, latent=LatentSpec(query_rank=6, kv_rank=5, rope_width=2)),
-]
-
-
 @pytest.mark.inductor
 @pytest.mark.skipif(
     not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler"
 )
-@pytest.mark.parametrize("spec", INDUCTOR, ids=lambda spec: spec.name)
-def test_inductor_equals_eager(spec: AttentionSpec, device: str) -> None:
+def test_inductor_equals_eager(device: str) -> None:
+    spec = AttentionSpec(**SIZE, share="k=v", kv_heads=2, coupling=CouplingSpec(), norm="qk", mix="differential")
     inductor(spec, device)

@@ -19,8 +19,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "differential qk-norm": {"mix": "differential", "norm": "qk"},
     "MLA": {"latent": LatentSpec(query_rank=32, kv_rank=16, rope_width=8)},
 }
-# the standard one has nothing of its own
-every_other_model = pytest.mark.parametrize("name", [name for name in MODELS if name != "standard"])
 
 
 def name_pattern(pattern: tuple[AttentionSpec, ...]) -> str:
@@ -161,7 +159,7 @@ def test_a_decoder_folds(share: str) -> None:
     assert sum(parameter.numel() for parameter in folded.parameters()) == folded.spec.parameters()
 
 
-@pytest.mark.parametrize("name", ["(Q,K=V) leapfrog gqa", "learned positions", "MLA"])
+@pytest.mark.parametrize("name", ["learned positions", "MLA"])
 def test_compiled_models_take_any_length(name: str) -> None:
     decoder = model(name, layers=1)
     torch._dynamo.reset()
@@ -260,7 +258,7 @@ def test_widths_must_agree() -> None:
         DecoderSpec(vocab=10, width=256, layers=1, attention=recipe("nano").attention)
 
 
-@every_other_model
+@pytest.mark.parametrize("name", ["(Q,K=V) leapfrog gqa", "learned positions", "MLA"])
 @torch.no_grad()
 def test_compiled_decoding_needs_no_graph_per_length(name: str) -> None:
     """One graph for the prompt and one for every later token, whatever the cache's length."""

@@ -4,10 +4,11 @@ import torch
 from torch import Tensor
 
 from qklab import register
+from qklab.attention.coupling_spec import CouplingSpec
 from qklab.attention.finish import GATES
 from qklab.attention.latent_couple import LATENT_COUPLINGS
 from qklab.attention.layer import Attention
-from qklab.attention.spec import AttentionSpec, CouplingSpec, LatentSpec
+from qklab.attention.spec import AttentionSpec, LatentSpec
 from qklab.model.decoder import Decoder
 from qklab.model.recipes import recipe
 from qklab.model.spec import DecoderSpec

@@ -21,7 +21,8 @@ from qklab.ops.dispatch import Impl
 from qklab.ops.rope import Angles
 
 if TYPE_CHECKING:
-    from qklab.attention.spec import AttentionSpec, CouplingSpec
+    from qklab.attention.coupling_spec import CouplingSpec
+    from qklab.attention.spec import AttentionSpec
 
 
 class Coupling(nn.Module):

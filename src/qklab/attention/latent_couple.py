@@ -16,7 +16,8 @@ from qklab.attention.draw import uniform_
 from qklab.ops.members import spread_members
 
 if TYPE_CHECKING:
-    from qklab.attention.spec import AttentionSpec, CouplingSpec
+    from qklab.attention.coupling_spec import CouplingSpec
+    from qklab.attention.spec import AttentionSpec
 
 
 class LatentNetwork(nn.Module):

@@ -15,7 +15,8 @@ from qklab.ops.members import spread_members
 from qklab.ops.norm import rms_norm
 
 if TYPE_CHECKING:
-    from qklab.attention.spec import AttentionSpec, CouplingSpec
+    from qklab.attention.coupling_spec import CouplingSpec
+    from qklab.attention.spec import AttentionSpec
 
 Remembered = tuple[tuple[int, int], ...]  # tokens and entries of each tensor that is looked back on
 

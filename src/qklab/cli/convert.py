@@ -65,8 +65,8 @@ class ConvertCommand:
         except ImportError as error:
             raise ValueError(str(error)) from error
         from qklab.hf.evaluate import choose_device
-        from qklab.train.launch import EXIT_CODES
         from qklab.runs.progress import QuietDisplay, Terminal
+        from qklab.train.launch import EXIT_CODES
 
         self.refuse_idle_flags()
         how = ("train", "next_token", "lr", "batch", "seed")

@@ -3,7 +3,8 @@ import json
 from typing import Any, Literal
 
 from qklab import register
-from qklab.attention.spec import AttentionSpec, CouplingSpec, LatentSpec
+from qklab.attention.coupling_spec import CouplingSpec
+from qklab.attention.spec import AttentionSpec, LatentSpec
 from qklab.cli.flags import make_flags, select_changed
 from qklab.describe import describe_spec, format_spec
 from qklab.schema import SpecError

@@ -6,7 +6,8 @@ from typing import Literal
 from tyro.conf import Positional
 
 from qklab import register
-from qklab.attention.spec import AttentionSpec, CouplingSpec, LatentSpec
+from qklab.attention.coupling_spec import CouplingSpec
+from qklab.attention.spec import AttentionSpec, LatentSpec
 from qklab.cli.flags import annotate_optional, collect_given, make_optional_flags
 from qklab.data.spec import DataSpec
 from qklab.model.spec import DecoderSpec

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from qklab import register
-from qklab.attention.spec import AttentionSpec, CouplingSpec, LatentSpec
+from qklab.attention.coupling_spec import CouplingSpec
+from qklab.attention.spec import AttentionSpec, LatentSpec
 from qklab.model.spec import DecoderSpec
 from qklab.schema import Spec, SpecError
 

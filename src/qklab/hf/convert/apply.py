@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qklab.attention.spec import CouplingSpec
+from qklab.attention.coupling_spec import CouplingSpec
 from qklab.hf.convert.attention import ConvertedAttention
 from qklab.hf.convert.calibrate import LayerWalk, Text, evaluation_mode, measure_change, read_batches
 from qklab.hf.convert.check import check_options, read_coupling, read_merge, refuse_converted, refuse_unfit_model

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from qklab import register
-from qklab.attention.spec import CouplingSpec
+from qklab.attention.coupling_spec import CouplingSpec
 from qklab.hf.convert.attention import ConvertedAttention
 from qklab.hf.convert.record import MERGES, TRAINABLE, Conversion, find_conversion
 from qklab.hf.families import text_config

@@ -32,8 +32,8 @@ from qklab.hf.llama import rewrite_as_llama
 from qklab.hf.model import QKLabForCausalLM
 from qklab.runs.environment import describe_environment, find_commit
 from qklab.runs.files import lock_file, write_json
-from qklab.train.checkpoint import Checkpoints
 from qklab.runs.progress import Display
+from qklab.train.checkpoint import Checkpoints
 
 FORMAT = 1
 RECORD, PLAN = "conversion.json", "plan.json"

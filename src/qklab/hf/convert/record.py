@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from qklab import register
+from qklab.attention.coupling_spec import CouplingSpec
 from qklab.attention.look_back import LookbackCoupling
-from qklab.attention.spec import AttentionSpec, CouplingSpec
+from qklab.attention.spec import AttentionSpec
 from qklab.hf.families import find_convertible, text_config
 from qklab.hf.layout import ConvertibleFamily
 from qklab.schema import (

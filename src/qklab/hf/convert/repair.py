@@ -20,10 +20,11 @@ from qklab.hf.convert.text import TokenWindows, choose_rows, count_words
 from qklab.hf.families import find_family, text_config
 from qklab.optim.optimiser import Optimiser
 from qklab.optim.spec import OptimiserSpec, ScheduleSpec
+from qklab.runs.progress import Display
+from qklab.runs.signals import StopRequest
 from qklab.schema import Spec, choice_field, integer_field, number_field
 from qklab.train.checkpoint import Checkpoints, Snapshot
-from qklab.runs.progress import Display, describe_step
-from qklab.runs.signals import StopRequest
+from qklab.train.loop import describe_step
 
 TRAINED = ("all", "attention")
 SCHEDULE = ScheduleSpec(kind="cosine", warmup=0.1, final=0.0)

@@ -62,12 +62,13 @@ function tellMeasure(own) {
     { unit, lower_is_better } = metricOf(own.metric),
     { parameters, tokens } = baselineOf(own)?.ledger || {};
   if (!study) return "Each arm is what has the same settings but for the seed.";
+  const isOneOfSeveral = data.groups.some(({ title }) => title !== own.title); // such as the sizes of one study
   const isSized = isNumber(parameters) && isNumber(tokens);
   const size = isSized ? `${short(parameters)} parameters trained on ${short(tokens)} tokens; ` : "";
   const rates = own.lrs.length === 1 ? "the same learning rate" : `the same ${own.lrs.length} learning rates`;
-  return `${size}${unit} on test text, ${lower_is_better ? "lower" : "higher"} is better; ${
-    plural(study.seeds, "seed")
-  }, ` +
+  return `${isOneOfSeveral ? `${own.title}: ` : ""}${size}${unit} on test text, ${
+    lower_is_better ? "lower" : "higher"
+  } is better; ${plural(study.seeds, "seed")}, ` +
     `arms matched on ${study.match}, every arm tuned over ${rates}`;
 }
 function groupAnswer(own, k) {

@@ -220,11 +220,11 @@ def test_the_loss_is_divergence_and_next_token(place: Path) -> None:
 
 
 def test_what_is_trained_and_in_how_many_passes(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, attention = make_repair(place), make_repair(place, train="attention")
+    whole, attention = make_repair(place, train="all"), make_repair(place)
     start = {name: value.clone() for name, value in whole.model.state_dict().items()}
     loss = whole.step(3)
     monkeypatch.setattr(convert_text, "LOGITS", 257 * 32)  # one row at a time
-    rows = make_repair(place)
+    rows = make_repair(place, train="all")
     assert rows.rows == 1
     assert rows.step(3) == pytest.approx(loss, rel=1e-4)
     attention.step(3)

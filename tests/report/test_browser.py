@@ -119,7 +119,7 @@ def test_scores_stand_against_difficulty_beside_chance_and_the_mean_over_tasks_i
     browser: Browser, tmp_path: Path
 ) -> None:
     folder = fabricate_difficulties(tmp_path / "s")
-    browser.show_all(build_report([folder], tmp_path / "r.html", maps=False).as_uri())
+    browser.show_all(build_report([folder], tmp_path / "r.html").as_uri())
     picture = "#fig-difficulty svg"
     labels = browser.run(f"return [...document.querySelectorAll('{picture} text')].map(t => t.textContent)")
     assert [label for label in labels if label in ("4", "8", "16")][:3] == ["4", "8", "16"]

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from qklab.attention.spec import AttentionSpec
-from qklab.hf.model import QKLabForCausalLM
+from qklab.hf.model import QKLabForCausalLM, QKLabForMaskedLM
 from qklab.model.spec import DecoderSpec
 
 RENAMED = {
@@ -22,7 +22,7 @@ RENAMED = {
 }
 
 
-def rewrite_as_llama(model: QKLabForCausalLM) -> LlamaForCausalLM:
+def rewrite_as_llama(model: QKLabForCausalLM | QKLabForMaskedLM) -> LlamaForCausalLM:
     """The same model with copies of its weights, in evaluation mode."""
     spec, ours = model.config.decoder_spec, model.config
     refuse_other_specs(spec)

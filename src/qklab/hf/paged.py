@@ -71,7 +71,7 @@ def shape_pages(manager: Any, shape: PageShape, changes: Mapping[str, Any]) -> A
     """Let a manager that was just made have its pages in this shape."""
     if type(manager) is ContinuousBatchingManager:
         manager.__class__ = PagedManager
-        manager.shape, manager.changes = shape, changes
+        vars(manager).update(shape=shape, changes=changes)
         manager.continuous_batching_config.max_blocks_per_request = 0  # that way kernels read pages by themselves
     return manager
 

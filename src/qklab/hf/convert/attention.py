@@ -149,8 +149,11 @@ class ConvertedLatentAttention(ConvertedAttention):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
+        layer_past: Any = None,
+        shared_kv_states: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        assert position_embeddings is not None
         query_latent, latent, turned = self.family.compress(self, hidden_states)
         if self.couple is not None:
             query_latent, latent = self.couple(query_latent, latent)

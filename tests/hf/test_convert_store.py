@@ -14,6 +14,7 @@ import transformers
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from small_models import SHAPE, compute_logits, shake, tiny, token_ids
 from torch import Tensor
+from torch.linalg import LinAlgError  # pyright: ignore[reportPrivateImportUsage]
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -177,7 +178,7 @@ def test_the_text_part_of_a_larger_model(inside: bool, tmp_path: Path) -> None:
 
 def test_a_conversion_that_fails_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
-        raise torch._C._LinAlgError("singular")
+        raise LinAlgError("singular")
 
     model = tiny("llama", num_key_value_heads=4)
     broken = model.model.layers[1].self_attn.v_proj.weight
@@ -196,7 +197,7 @@ def test_a_conversion_that_fails_leaves_the_model_as_it_was(monkeypatch: pytest.
         broken[0, 0] = 0.0
     with monkeypatch.context() as patch:
         patch.setattr(sys.modules[convert.__module__], "measure_change", fail)  # the last thing that is done
-        with pytest.raises(torch._C._LinAlgError):
+        with pytest.raises(LinAlgError):
             convert(model, coupling="leapfrog", share="k=v", calibration=token_ids())
     assert model.name_or_path == ""
     assert find_conversion(model) is None

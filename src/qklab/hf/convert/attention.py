@@ -179,7 +179,7 @@ def rotates_without_gradient(k: Tensor, cos: Tensor) -> bool:
 def converted_class(kind: type[ConvertibleFamily]) -> type[ConvertedAttention]:
     """The family's attention class with our forward."""
     family, ours = kind(), ConvertedLatentAttention if kind.latent else ConvertedAttention
-    bases = (ours, family.attention_class)
+    bases: Any = (ours, family.attention_class)
     return type(f"Converted{bases[1].__name__}", bases, {"family": family})
 
 

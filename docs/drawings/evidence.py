@@ -45,6 +45,33 @@ def claimed_changes(evidence: Results, source: str, title: str) -> "Figure":
     return figure
 
 
+def alike_vectors(evidence: Results) -> "Figure":
+    """Cosines and alignment of queries, keys and values before and after training, a row for each study that has both;
+    the published value as a diamond."""
+    studies = {name: own for name, own in evidence["studies"].items() if "vectors" in own}
+    published = {f.get("probe"): f["published"] for c in evidence["claims"] if c["id"] == "B7" for f in c["figures"]}
+    rows = [(quantity, name) for quantity in next(iter(studies.values()))["vectors"] for name in studies]
+    height = 96 + 26 * len(rows)
+    note = "mean of layers and five seeds with 95 % intervals; hollow: before training; diamonds: published at 300M"
+    figure = new_figure(height, "are queries, keys and values alike?", note)
+    axes = figure.add_axes((0.3, 44 / height, 0.66, 1 - 100 / height))
+    axes.axvline(0, color=LINE, linewidth=1)
+    axes.grid(axis="x")
+    for y, (quantity, name) in enumerate(rows):
+        for side, face, shift in (("untrained", GROUND, -0.15), ("trained", STROKE["k"], 0.15)):
+            middle, low, high = studies[name]["vectors"][quantity][side]
+            axes.plot([low, high], [y + shift] * 2, color=STROKE["k"], linewidth=1.8, solid_capstyle="round")
+            axes.plot(middle, y + shift, "o", color=STROKE["k"], markerfacecolor=face, markersize=6)
+        if quantity in published:
+            axes.plot(published[quantity], y, "D", color=STROKE["q"], markersize=6, markerfacecolor=GROUND)
+    names = [f"{quantity.replace('_', ' ')} · {studies[name]['size']}" for quantity, name in rows]
+    axes.set_yticks(range(len(rows)), names)
+    axes.set(ylim=(len(rows) - 0.4, -0.6), xlim=(-0.15, 1), xlabel="cosine, or linear CKA")
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(left=False)
+    return figure
+
+
 def seed_curves(records: list[Results], arms: Sequence[tuple[str, str]]) -> "Figure":
     """Training loss of every seed, a panel for each arm and learning rate."""
     figure = new_figure(260, "training loss of five seeds, nats per token", "against the step, a line for each seed")
@@ -68,6 +95,7 @@ CLAIMS = {
     "evidence-sharing.svg": Chart(
         partial(claimed_changes, source="B", title="shared projections: change of perplexity"), (RESULTS,)
     ),
+    "evidence-similarity.svg": Chart(alike_vectors, (RESULTS,)),
     "evidence-coupling-nano-curves.svg": Chart(
         partial(seed_curves, arms=CURVES), ("evidence/coupling-nano/records.jsonl",)
     ),

@@ -73,16 +73,17 @@ def check_comparison() -> None:
 
 def check_family() -> None:
     import torch
-    from transformers import ArceeConfig, ArceeForCausalLM
+    from transformers import CwmConfig, CwmForCausalLM
 
     from qklab.hf import convert
     from qklab.optim import attention_roles
 
-    config = ArceeConfig(
+    config = CwmConfig(
         vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8,
         bos_token_id=0, eos_token_id=1,
     )  # fmt: skip
-    model = ArceeForCausalLM(config).eval()
+    model = CwmForCausalLM(config).eval()
     assert len(attention_roles(model)) == 1
     ids = torch.arange(8)[None]
     with torch.no_grad():

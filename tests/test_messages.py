@@ -9,6 +9,7 @@ import pytest
 from fuzz import list_flags, try_commands
 from qklab.cli import COMMANDS, parse_command
 from qklab.cli.compare import CompareCommand
+from qklab.cli.convert import ConvertCommand
 from qklab.cli.data import PrepareAction, StatsAction
 from qklab.cli.describe import DescribeCommand
 from qklab.cli.eval import EvalCommand
@@ -20,7 +21,16 @@ SOURCE = Path(__file__).parents[1] / "src" / "qklab"
 FLAGS = {
     flag
     for command in (
-        *(CompareCommand, DescribeCommand, EvalCommand, PrepareAction, ReportCommand, StatsAction, StudyCommand),
+        *(
+            CompareCommand,
+            ConvertCommand,
+            DescribeCommand,
+            EvalCommand,
+            PrepareAction,
+            ReportCommand,
+            StatsAction,
+            StudyCommand,
+        ),
         TrainCommand,
     )
     for flag in list_flags(command)

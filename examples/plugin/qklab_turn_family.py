@@ -4,7 +4,7 @@ from qklab import register
 from qklab.hf.layout import SeparateProjections
 
 
-@register.family("arcee")  # the `model_type` of its configuration
-class Arcee(SeparateProjections):
-    title = "Arcee"
-    attention = "transformers.models.arcee.modeling_arcee.ArceeAttention"
+@register.family("cwm")  # the `model_type` of its configuration
+class Cwm(SeparateProjections):
+    title = "CWM"
+    attention = "transformers.models.cwm.modeling_cwm.CwmAttention"

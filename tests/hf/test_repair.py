@@ -160,15 +160,17 @@ def test_minutes_become_steps_when_a_repair_begins(
         ("llama --coupling leapfog", "did you mean 'leapfrog'"),
         ("llama --share k=v --out full", "full is not empty"),
         ("llama --share k=v --repair text.txt --tokens 400 --lr 1e30", "the repair has diverged at step 2: .* smaller"),
-        ("helium --share k=v", "models of type 'helium' cannot be converted"),
+        ("cwm --share k=v", "models of type 'cwm' cannot be converted"),
     ],
 )
 def test_bad_input_ends_in_one_sentence(
     place: Path, words: str, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if words.startswith("helium"):
-        tiny("helium").save_pretrained(place / "helium")
-        byte_tokenizer().save_pretrained(place / "helium")
+    if words.startswith("cwm"):
+        tiny("llama").save_pretrained(place / "cwm")
+        config = place / "cwm/config.json"
+        config.write_text(config.read_text().replace('"llama"', '"cwm"').replace("LlamaFor", "CwmFor"))
+        byte_tokenizer().save_pretrained(place / "cwm")
     (place / "short.txt").write_text("short")
     (place / "full").mkdir()
     (place / "full" / "mine.txt").write_text("mine")

@@ -1,5 +1,6 @@
 """A study at a URL: a reader gets a whole snapshot or the one before, whatever dies, fails or tears meanwhile."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -70,8 +71,10 @@ class Frail(AbstractFileSystem):
     def find(self, path: str, *args: Any, **kwargs: Any) -> Any:
         self.on("list", path)
         if path not in Frail.listed:
-            files = [file for file in (self.base / path).rglob("*") if file.is_file()]
-            Frail.listed[path] = {str(file.relative_to(self.base)): {"size": file.stat().st_size} for file in files}
+            Frail.listed[path] = found = {}
+            for file in (Path(folder) / name for folder, _, names in os.walk(self.base / path) for name in names):
+                with contextlib.suppress(FileNotFoundError):  # deleted by another since: a store lists what is there
+                    found[str(file.relative_to(self.base))] = {"size": file.stat().st_size}
         return Frail.listed[path]
 
     def invalidate_cache(self, path: str | None = None) -> None:

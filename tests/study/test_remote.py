@@ -70,12 +70,14 @@ class Frail(AbstractFileSystem):
 
     def find(self, path: str, *args: Any, **kwargs: Any) -> Any:
         self.on("list", path)
-        if path not in Frail.listed:
-            Frail.listed[path] = found = {}
+        found = Frail.listed.get(path)
+        if found is None:
+            found = {}
             for file in (Path(folder) / name for folder, _, names in os.walk(self.base / path) for name in names):
                 with contextlib.suppress(FileNotFoundError):  # deleted by another since: a store lists what is there
                     found[str(file.relative_to(self.base))] = {"size": file.stat().st_size}
-        return Frail.listed[path]
+            Frail.listed[path] = found
+        return found
 
     def invalidate_cache(self, path: str | None = None) -> None:
         Frail.listed = {}

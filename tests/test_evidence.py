@@ -154,6 +154,16 @@ def test_a_number_in_a_sentence_is_the_records_whatever_stood_there() -> None:
     ):
         text = f"It is <!-- {kind}: coupling-nano {arms} -->%s<!-- end -->, and more."
         assert build.fill_numbers(text % "9 by hand", known) == text % number
+    alike = build.Evidence(ROOT / "evidence/similarity-3x64")
+    probes = [
+        fmean(record["probes"][-1]["layers"]["key_value_alignment"])
+        for place, record in alike.records.items()
+        if place.startswith("wikipedia/standard/lr0.008-")
+    ]
+    text = "<!-- vectors: similarity-3x64 key_value_alignment trained -->%s<!-- end -->"
+    mean, half = fmean(probes), 2.776445 * stdev(probes) / 5**0.5
+    number = f"{mean:.2f} ({mean - half:.2f} to {mean + half:.2f})"
+    assert build.fill_numbers(text % "9", {"similarity-3x64": alike}) == text % number
     for mark, told in (
         ("elsewhere a b", "no study elsewhere, which a page asks for; there are coupling-nano."),
         ("coupling-nano standard@9 standard", "coupling-nano has no run of standard@9, which a page asks for"),

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from urllib.parse import unquote
 
 from qklab.study.records import StudyRecord, read_study_record
 from qklab.study.spec import read_study
@@ -87,7 +88,7 @@ def restore(folder: Path, study: Path, file: Path) -> None:
     there."""
     plan, data = read_study(file), read_study_record(folder).data
     records = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
-    records = [record for record in records if record["place"].split("/")[1] in plan.arms]
+    records = [record for record in records if unquote(record["place"].split("/")[1]) in plan.arms]
     for record in records:
         run = study / "runs" / record["place"]
         if not (run / "summary.json").exists():

@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -17,7 +17,7 @@ from qklab.study.plan import PlannedRun, write_number
 from qklab.study.records import RunResult
 from qklab.study.spec import read_study
 from qklab.study.stats.groups import average_groups
-from qklab.study.stats.paired import separate_diverged
+from qklab.study.stats.paired import compare_paired, separate_diverged
 from qklab.study.verdict import Verdict
 
 Values = dict[tuple[str, float], dict[int, float]]  # (arm, learning rate) → seed → a number
@@ -180,6 +180,10 @@ class Evidence:
 
     def describe_arm(self, arm: str, findings: Findings, values: Values) -> dict[str, Any]:
         rates = {write_number(lr): describe_losses(values.get((arm, lr), {}).values()) for lr in findings.grid}
+        for lr in findings.grid if arm != self.spec.baseline else ():
+            rates[write_number(lr)] |= describe_gain(
+                values.get((arm, lr), {}), values.get((self.spec.baseline, lr), {})
+            )
         about: dict[str, Any] = {"parameters": self.parameters[arm], "lr": findings.lrs[arm], "rates": rates}
         return about | describe_verdict(findings.verdicts.get(arm))
 
@@ -200,6 +204,18 @@ def describe_losses(losses: Any) -> dict[str, Any]:
     finite = [loss for loss in losses if math.isfinite(loss)]
     about = {"runs": len(losses), "diverged": len(losses) - len(finite), "losses": [round(x, 4) for x in finite]}
     return about | {"mean": round(fmean(finite), 4) if finite and not about["diverged"] else None}
+
+
+def describe_gain(arm: Mapping[int, float], baseline: Mapping[int, float]) -> dict[str, Any]:
+    """The paired difference at one learning rate of both; nothing where a run is missing or diverged."""
+    if (
+        arm.keys() != baseline.keys()
+        or len(arm) < 2
+        or not all(map(math.isfinite, (*arm.values(), *baseline.values())))
+    ):
+        return {}
+    paired = compare_paired(arm, baseline)
+    return {"difference": [round_number(value) for value in (paired.mean, paired.low, paired.high)]}
 
 
 def round_number(value: float | None) -> float | None:

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from .results import Chart, Results, new_figure
-from .sketch import GROUND, LINE, STROKE
+from .sketch import CACHED, GROUND, LINE, STROKE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -88,7 +90,48 @@ def seed_curves(records: list[Results], arms: Sequence[tuple[str, str]]) -> "Fig
     return figure
 
 
+def gains_by_rate(evidence: Results, studies: Sequence[str], arms: Sequence[str]) -> "Figure":
+    """What arms gain on the baseline at one learning rate for both, a panel for each study that has been run, and what
+    the baseline itself loses there against its own best rate."""
+    own = [evidence["studies"][name] for name in studies if name in evidence["studies"]]
+    title = "what an arm gains at equal learning rates, nats per token"
+    note = "mean and 95 % interval of paired seeds; dashed: what the baseline loses there to its own best rate"
+    figure = new_figure(300, title, note)
+    colours = dict(zip(arms, (STROKE["k"], STROKE["q"], STROKE["v"], CACHED), strict=False))
+    for number, study in enumerate(own):
+        axes = figure.add_axes((0.08 + number * 0.93 / len(own), 0.2, 0.93 / len(own) - 0.05, 0.56))
+        (found,) = study["corpora"].values()
+        baseline = found["arms"][study["baseline"]]
+        means = {float(lr): at["mean"] for lr, at in baseline["rates"].items() if at["mean"] is not None}
+        losses = [means[lr] - min(means.values()) for lr in means]
+        axes.axhline(0, color=LINE, linewidth=1)
+        axes.plot([*means], losses, "--", color=LINE, linewidth=1.2)
+        for place, arm in enumerate(arms):
+            rates = found["arms"].get(arm, {"rates": {}})["rates"]
+            points = [(float(lr), *at["difference"]) for lr, at in rates.items() if "difference" in at]
+            if points:
+                lrs, middle, low, high = map(np.array, zip(*points, strict=True))
+                lrs = lrs * 1.05 ** (place - (len(arms) - 1) / 2)  # beside each other
+                bars = (high - middle, middle - low)
+                axes.errorbar(lrs, -middle, bars, fmt="o-", color=colours[arm], ms=4, lw=1.3, label=arm)
+        axes.set(xscale="log", title=f"{study['size']}, {baseline['parameters'] / 1e6:.2g} M", xlabel="learning rate")
+        axes.set_xticks([*means], [f"{lr:g}" for lr in means], rotation=30, size=8.5)
+        axes.minorticks_off()
+        axes.grid(axis="y")
+        if not number:
+            axes.legend(fontsize=8.5, loc="upper right")
+    return figure
+
+
 CLAIMS = {
+    "evidence-learning-rate.svg": Chart(
+        partial(
+            gains_by_rate,
+            studies=("headline-pico", "coupling-nano", "headline-micro"),
+            arms=("leapfrog", "uncoupled", "affine"),
+        ),
+        (RESULTS,),
+    ),
     "evidence-coupling.svg": Chart(
         partial(claimed_changes, source="A", title="coupled queries and keys: change of perplexity"), (RESULTS,)
     ),

@@ -3,7 +3,7 @@
     python evidence/build.py            writes results.json, each study's table in its README.md, and docs/evidence.md's
     python evidence/build.py --check    changes nothing, names what is stale and exits 1
 
-Numbers in sentences, there and in README.md, are filled in between marks; an arm without a rate is at its own best one:
+Numbers in sentences, there, in README.md and in the studies' own, are filled in between marks; an arm without a rate is at its own best one:
 
     <!-- nats: coupling-nano standard@3e-3 uncoupled@3e-3 -->0.063 nats (0.040 to 0.087)<!-- end -->, first less second
     <!-- perplexity: coupling-nano leapfrog standard -->−4.9 % (−17.3 to +9.4)<!-- end -->, first against second
@@ -155,7 +155,7 @@ def build() -> dict[Path, str]:
         page = study.folder / "README.md"
         text = page.read_text(encoding="utf-8")
         if MARK in text:  # a study of one seed may have a table of its own
-            files[page] = fill_block(text, write_study_table(about[name]))
+            files[page] = fill_numbers(fill_block(text, write_study_table(about[name])), studies)
     return files
 
 

@@ -74,7 +74,8 @@ def judge_figure(figure: Mapping[str, Any], studies: Sequence[Evidence]) -> dict
         percent = 100 * math.expm1(published)
         so_far = judge_claim(several, percent, figure["parameters"], margin, plan=False).phrase
     counted = {study.size for study in studies if counts(figure, study)} & sizes.keys()
-    return about | {"word": so_far if len(counted) >= SIZES else "open", "so_far": so_far}
+    word = so_far if len(counted) >= SIZES else "open"
+    return about | {"word": word, "so_far": so_far, "counted": [size for size in sizes if size in counted]}
 
 
 def find_baseline(figure: Mapping[str, Any]) -> str | None:
@@ -117,10 +118,17 @@ def write_claims_table(claims: Mapping[str, Any], judged: Sequence[Mapping[str, 
         measured = "<br>".join(write_measured(figure) for figure in found["figures"])
         words = list_words(found["figures"])
         links = ", ".join(f"[{name}](../evidence/{name}/README.md)" for name in claim.get("studies", []))
-        missing = claim.get("missing", "") or f"{links}; micro and mini are missing"
+        missing = claim.get("missing", "") or f"{links}; {describe_missing(found['figures'])}"
         verdict = "; ".join(words) + (f" ({missing})" if words == ["open"] else f" ({links})")
         lines.append(f"| {claim['id']} | {claim['claim']} | {claim['published']} | {measured} | {verdict} |")
     return "\n".join([*lines, ""])
+
+
+def describe_missing(figures: Sequence[Mapping[str, Any]]) -> str:
+    """Which sizes count so far, for the figure that was tried at most, of those that a verdict needs."""
+    most = max((figure["counted"] for figure in figures), key=len, default=[])
+    count = "counts" if len(most) < 2 else "count"
+    return f"of {SIZES} sizes {', '.join(most) or 'none'} {count} so far"
 
 
 def list_words(figures: Sequence[Mapping[str, Any]]) -> list[str]:

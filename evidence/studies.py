@@ -15,6 +15,7 @@ from qklab.study.metrics import find_metric
 from qklab.study.parts import measure_bytes_per_token
 from qklab.study.plan import PlannedRun, write_number
 from qklab.study.records import RunResult
+from qklab.study.sizes import SIZES, find_size
 from qklab.study.spec import read_study
 from qklab.study.stats.groups import average_groups
 from qklab.study.stats.paired import compare_paired, separate_diverged
@@ -32,7 +33,8 @@ class Evidence:
     def __init__(self, folder: Path):
         self.name, self.folder, self.spec = folder.name, folder, read_study(folder / "study.toml")
         model = self.spec.base["model"]
-        self.size = f"{model['layers']}×{model['width']}" if "width" in model else str(model["recipe"])
+        rung = find_size(self.spec) if "recipe" in model else None
+        self.size = rung if rung in SIZES else f"{model['layers']}×{model['width']}"
         lines = (folder / "records.jsonl").read_text(encoding="utf-8").splitlines()
         self.records = {record["place"]: record for record in map(json.loads, lines)}
         self.results = list(self.read_results())

@@ -117,14 +117,15 @@ def test_a_published_difference_in_points_stands_beside_the_mean_over_tasks(copi
 
 def test_a_published_value_of_a_probe_stands_beside_what_runs_recorded(copied: Path) -> None:
     build = load_build(copied)
-    records = copied / "coupling-nano/records.jsonl"
-    lines = [json.loads(line) for line in records.read_text(encoding="utf-8").splitlines()]
-    for line in (line for line in lines if line["probes"]):
-        seed, arm = int(line["place"].rpartition("-seed")[2]), line["place"].split("/")[1]
-        layers = line["probes"][-1]["layers"]
-        layers["key_value_cosine"] = [0.7 + 0.01 * seed, 0.72 + 0.01 * seed]
-        layers["entropy"] = [9.0, 2.0 + 0.5 * (arm == "leapfrog") + 0.01 * seed * (arm == "leapfrog"), 9.0]
-    records.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    for study in ("headline-pico", "coupling-nano", "headline-micro"):
+        records = copied / study / "records.jsonl"
+        lines = [json.loads(line) for line in records.read_text(encoding="utf-8").splitlines()]
+        for line in (line for line in lines if line["probes"]):
+            seed, arm = int(line["place"].rpartition("-seed")[2]), line["place"].split("/")[1]
+            layers = line["probes"][-1]["layers"]
+            layers["key_value_cosine"] = [0.7 + 0.01 * seed, 0.72 + 0.01 * seed]
+            layers["entropy"] = [9.0, 2.0 + 0.5 * (arm == "leapfrog") + 0.01 * seed * (arm == "leapfrog"), 9.0]
+        records.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     claims = {claim["id"]: claim for claim in json.loads(build.build()[copied / "results.json"])["claims"]}
     nano = {
         figure["probe"]: own

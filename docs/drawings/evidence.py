@@ -95,7 +95,7 @@ def gains_by_rate(evidence: Results, studies: Sequence[str], arms: Sequence[str]
     the baseline itself loses there against its own best rate."""
     own = [evidence["studies"][name] for name in studies if name in evidence["studies"]]
     title = "what an arm gains at equal learning rates, nats per token"
-    note = "mean and 95 % interval of paired seeds; dashed: what the baseline loses there to its own best rate"
+    note = "paired seeds with 95 % intervals; dashed: what the baseline loses there to its best rate; scales differ"
     figure = new_figure(300, title, note)
     colours = dict(zip(arms, (STROKE["k"], STROKE["q"], STROKE["v"], CACHED), strict=False))
     for number, study in enumerate(own):
@@ -118,8 +118,8 @@ def gains_by_rate(evidence: Results, studies: Sequence[str], arms: Sequence[str]
         axes.set_xticks([*means], [f"{lr:g}" for lr in means], rotation=30, size=8.5)
         axes.minorticks_off()
         axes.grid(axis="y")
-        if not number:
-            axes.legend(fontsize=8.5, loc="upper right")
+    lines = {line.get_label(): line for axes in figure.axes for line in axes.get_legend_handles_labels()[0]}
+    figure.legend([lines[arm] for arm in arms if arm in lines], arms, fontsize=9, loc="upper right", ncols=len(arms))
     return figure
 
 

@@ -122,4 +122,5 @@ def test_kernels_of_a_gpu_stay_within_the_budget(
         return [o.detach(), *torch.autograd.grad((o.double() ** 2).sum(), leaves[kept])]
 
     for actual, other, true in zip(measure(fused, low), measure(dense, low), measure(dense, exact), strict=True):
-        within_budget(actual, other, true)
+        # the sinks' gradient, too, comes of outputs that the kernel rounds to 16 bits before a sink takes its share
+        within_budget(actual.bfloat16(), other, true)

@@ -3,7 +3,8 @@
     python evidence/build.py            writes results.json, each study's table in its README.md, and docs/evidence.md's
     python evidence/build.py --check    changes nothing, names what is stale and exits 1
 
-Numbers in sentences, there, in README.md and in the studies' own, are filled in between marks; an arm without a rate is at its own best one:
+Numbers in sentences, there, in README.md and in the studies' own, are filled in between marks; an arm without a rate
+is at its own best one:
 
     <!-- nats: coupling-nano standard@3e-3 uncoupled@3e-3 -->0.063 nats (0.040 to 0.087)<!-- end -->, first less second
     <!-- perplexity: coupling-nano leapfrog standard -->−4.9 % (−17.3 to +9.4)<!-- end -->, first against second
@@ -26,6 +27,7 @@ from statistics import stdev
 from typing import Any
 
 from claims import MINUS, judge_claims, write_claims_table
+from order import read_order
 from studies import Evidence
 
 from qklab.study.plan import write_number
@@ -143,12 +145,16 @@ def fill_numbers(text: str, studies: Mapping[str, Evidence]) -> str:
 def build() -> dict[Path, str]:
     """Every file that follows from the records, as it should be."""
     folders = sorted(path.parent for path in EVIDENCE.glob("*/records.jsonl"))
-    studies = {folder.name: Evidence(folder) for folder in folders}
+    order = read_order(EVIDENCE)
+    begins_with = {study.name: study.begins_with for study in order.values()}
+    studies = {folder.name: Evidence(folder, begins_with.get(folder.name, ())) for folder in folders}
     claims = tomllib.loads((EVIDENCE / "claims.toml").read_text(encoding="utf-8"))
-    judged = judge_claims(claims["claims"], studies)
+    judged = judge_claims(claims, studies)
     about = {name: study.describe() for name, study in studies.items()}
     results = json.dumps({"studies": about, "claims": judged}, indent=1, ensure_ascii=False) + "\n"
-    page = fill_block(PAGE.read_text(encoding="utf-8"), write_claims_table(claims, judged))
+    page = fill_block(
+        PAGE.read_text(encoding="utf-8"), write_claims_table(claims, judged, studies, read_order(EVIDENCE))
+    )
     files = {RESULTS: results, PAGE: fill_numbers(page, studies)}
     files[README] = fill_numbers(README.read_text(encoding="utf-8"), studies)
     for name, study in studies.items():

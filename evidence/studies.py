@@ -3,11 +3,15 @@
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+import numpy as np
+from order import read_records
 
 from qklab.study.claims import MeasuredEffect
 from qklab.study.findings import Findings, average_corpora, derive_findings
@@ -19,7 +23,9 @@ from qklab.study.sizes import SIZES, find_size
 from qklab.study.spec import read_study
 from qklab.study.stats.groups import average_groups
 from qklab.study.stats.paired import compare_paired, separate_diverged
+from qklab.study.stats.scaling import SizeMeasurement
 from qklab.study.verdict import Verdict
+from qklab.train.spec import RunSpec
 
 Values = dict[tuple[str, float], dict[int, float]]  # (arm, learning rate) → seed → a number
 Read = Callable[[RunResult], float]
@@ -28,29 +34,42 @@ SOLVED = 99.5  # per cent of the answers right: then every learning rate that ge
 
 
 class Evidence:
-    """A study as far as it has been run."""
+    """A study as far as it has been run, with the runs that it takes over from others (order.toml)."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, begins_with: Sequence[str] = ()):
         self.name, self.folder, self.spec = folder.name, folder, read_study(folder / "study.toml")
-        model = self.spec.base["model"]
-        rung = find_size(self.spec) if "recipe" in model else None
-        self.size = rung if rung in SIZES else f"{model['layers']}×{model['width']}"
-        lines = (folder / "records.jsonl").read_text(encoding="utf-8").splitlines()
-        self.records = {record["place"]: record for record in map(json.loads, lines)}
+        rung = find_size(self.spec) if "recipe" in self.spec.base["model"] else None
+        model = self.spec.run(self.spec.baseline, self.spec.corpora[0], self.spec.lrs[0], 0).model
+        self.size = rung if rung in SIZES else f"{model.layers}×{model.width}"
+        self.records: dict[str, dict[str, Any]] = {}
+        for name in [*begins_with, self.name]:
+            own = read_records(folder.parent / name)
+            self.records |= {record["place"]: record for record in own if name == self.name or self.plans(record)}
         self.results = list(self.read_results())
         self.runs = len(self.results)
         self.found: dict[str, Findings] = {}
         counts = {result.planned.arm: int(result.summary["parameters"]) for result in self.results}
         self.parameters = {arm: counts[arm] for arm in self.spec.arms if arm in counts}
 
-    def read_results(self) -> Iterator[RunResult]:
-        planned = {
+    @cached_property
+    def planned(self) -> dict[str, PlannedRun]:
+        return {
             str(run.path): run
             for corpus, arm, lr in product(self.spec.corpora, self.spec.arms, self.spec.widest_grid)
             for run in (PlannedRun(corpus, arm, lr, seed) for seed in range(self.spec.seeds))
         }
+
+    def plans(self, record: Mapping[str, Any]) -> bool:
+        """Whether another study's run is one of this."""
+        run = self.planned.get(record["place"])
+        if run is None:
+            return False
+        found = RunSpec.from_dict(record["run"]["spec"])
+        return run.resolve_spec(self.spec).replace(precision=found.precision) == found
+
+    def read_results(self) -> Iterator[RunResult]:
         for place, record in self.records.items():
-            yield RunResult(planned[place], record["summary"]["status"], record["summary"])
+            yield RunResult(self.planned[place], record["summary"]["status"], record["summary"])
 
     def find(self, corpus: str) -> Findings:
         if corpus not in self.found:
@@ -114,6 +133,46 @@ class Evidence:
                     count = self.parameters[baseline or arm]
                     effects.append(MeasuredEffect(self.size, count, finite, corpus, lr, diverged, length))
         return effects
+
+    def measure_at(self, lr: float, arm: str, baseline: str) -> list[MeasuredEffect]:
+        """Paired differences with both arms at one learning rate, as if it were each one's own; a run that diverged has
+        the loss of a unigram model."""
+        corpus, effects = self.spec.corpora[0], list[MeasuredEffect]()
+        known = (result.summary.get("evaluation", {}).get("test", {}).get("unigram_loss") for result in self.results)
+        unigram = next((loss for loss in known if loss is not None), math.nan)
+        values = self.collect(corpus)
+        ours, theirs = (
+            {seed: loss if math.isfinite(loss) else unigram for seed, loss in values.get((name, lr), {}).items()}
+            for name in (arm, baseline)
+        )
+        if seeds := sorted(ours.keys() & theirs.keys()):
+            differences = [ours[seed] - theirs[seed] for seed in seeds]
+            length = measure_bytes_per_token(self.results, corpus)
+            effects.append(
+                MeasuredEffect(self.size, self.parameters[baseline], differences, corpus, bytes_per_token=length)
+            )
+        return effects
+
+    def measure_compute(self, arm: str) -> SizeMeasurement | None:
+        """FLOPs of a run and bits per byte of its seeds, of the baseline and of the arm where all of its finished, each
+        at its own best rate; None where the baseline has no interval."""
+        corpus, metric = self.spec.corpora[0], find_metric("bits_per_byte")
+        lrs, own = self.find(corpus).lrs, dict[str, dict[int, RunResult]]()
+        for name in (arm, self.spec.baseline):
+            runs = [result for result in self.results if (result.planned.corpus, result.planned.arm) == (corpus, name)]
+            own[name] = {run.planned.seed: run for run in runs if run.planned.lr == lrs.get(name)}
+        ours, theirs = own[arm], own[self.spec.baseline]
+        if len(theirs) < 2 or not all(math.isfinite(run.value(metric)) for run in theirs.values()):
+            return None
+        losses = [np.array([runs[seed].value(metric) for seed in sorted(runs)]) for runs in (ours, theirs)]
+        flops, speeds = (
+            [[run.summary[key] for _, run in sorted(runs.items())] for runs in (ours, theirs)]
+            for key in ("training_flops", "tokens_per_second")
+        )
+        if ours.keys() != theirs.keys() or not np.isfinite(losses[0]).all():
+            return SizeMeasurement(self.size, fmean(flops[1]), losses[1])
+        speed = np.array(speeds[0]) / np.array(speeds[1])
+        return SizeMeasurement(self.size, fmean(flops[1]), losses[1], fmean(flops[0]), losses[0], speed)
 
     def average(self) -> Findings | None:
         """What is found on the mean over its tasks."""

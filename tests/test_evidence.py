@@ -2,12 +2,19 @@
 
 import importlib.util
 import json
+import math
+import random
 import shutil
+import subprocess
 import sys
+import tarfile
+import tomllib
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -89,6 +96,8 @@ def write_task_records(folder: Path, widths: int, lost: dict[str, float]) -> Non
 
 def test_a_published_difference_in_points_stands_beside_the_mean_over_tasks(copied: Path) -> None:
     build = load_build(copied)
+    for records in copied.glob("b8-*/records.jsonl"):
+        records.unlink()
     lost = {"standard": 0.0, "q=k": 0.001, "q=k 2-D": -0.02, "k=v": 0.03, "q=k=v": 0.07, "q=k=v 2-D": 0.0}
     words = ["reproduced", "reproduced", "refuted", "smaller than published", "refuted"]
     for widths in ([64], [32, 64, 256]):
@@ -141,6 +150,124 @@ def test_a_published_value_of_a_probe_stands_beside_what_runs_recorded(copied: P
     assert entropy["so_far"].startswith("seen")
 
 
+def write_loss_records(folder: Path, read: Callable[[PlannedRun], float]) -> None:
+    """Runs of a study with these losses, at twice as many bits per byte; those of an infinite loss diverged."""
+    spec = read_study(folder / "study.toml")
+    best, lines = sorted(spec.lrs)[1], []
+    for corpus, arm, lr, seed in product(spec.corpora, spec.arms, spec.lrs, range(spec.seeds)):
+        run = PlannedRun(corpus, arm, lr, seed)
+        model = spec.run(arm, corpus, lr, seed).model
+        loss = read(run) + random.Random(f"{folder.name} {arm} {seed}").uniform(0.0, 1e-3) + (lr != best) * 0.1
+        score = {"loss": loss, "bits_per_byte": 2 * loss, "unigram_loss": 9.0}
+        flops = 6.0 * model.parameters() * spec.base["budget"]["tokens"]
+        summary = {"parameters": model.parameters(), "training_flops": flops, "tokens_per_second": 1.0, "seconds": 1.0}
+        summary |= {"tokens": 1, "peak_memory_bytes": 1, "cache_bytes_per_token": 1, "status": "finished"}
+        summary |= {"evaluation": {"valid": score, "test": score}} if loss < math.inf else {"status": "diverged"}
+        lines.append(json.dumps({"place": str(run.path), "summary": summary, "probes": []}))
+    (folder / "records.jsonl").write_text("\n".join(lines), encoding="utf-8")
+
+
+LADDER = ("pico", "nano", "micro")
+
+
+@pytest.fixture
+def planned(copied: Path) -> Path:
+    """The plans, without a record."""
+    for records in copied.glob("*/records.jsonl"):
+        records.unlink()
+    return copied
+
+
+def judge(evidence: Path) -> dict[str, list[dict[str, Any]]]:
+    """Claim → its figures."""
+    build = load_build(evidence)
+    claims = tomllib.loads((evidence / "claims.toml").read_text(encoding="utf-8"))
+    folders = [path.parent for path in evidence.glob("*/records.jsonl")]
+    judged = sys.modules["claims"].judge_claims(claims, {folder.name: build.Evidence(folder) for folder in folders})
+    return {claim["id"]: claim["figures"] for claim in judged}
+
+
+def test_what_a_longer_context_changes_is_a_difference_of_differences(planned: Path) -> None:
+    def lose(cost: float) -> Callable[[PlannedRun], float]:
+        return lambda run: 4.0 + (run.arm == "k=v") * cost
+
+    for short, long in (("headline-pico", "contexts-pico"), ("headline-nano", "contexts-nano")):
+        write_loss_records(planned / short, lose(0.06))
+        write_loss_records(planned / long, lose(0.03))
+    assert [(own["size"], own["effect"][0]) for own in judge(planned)["B5"][0]["measured"]] == [
+        ("pico", pytest.approx(100 * math.expm1(-0.03), abs=0.1)),
+        ("nano", pytest.approx(100 * math.expm1(-0.03), abs=0.1)),
+    ]
+    assert judge(planned)["B5"][0]["word"] == "open"  # of two sizes
+    write_loss_records(planned / "headline-micro", lose(0.03))
+    write_loss_records(planned / "contexts-micro", lose(0.06))
+    assert judge(planned)["B5"][0]["word"] == "seen from pico on"
+    write_loss_records(planned / "contexts-micro", lose(0.03))
+    assert judge(planned)["B5"][0]["word"] == "depends on size"
+
+
+def test_where_the_baseline_diverges_a_learning_rate_is_still_compared(planned: Path) -> None:
+    for size in LADDER:
+        write_loss_records(
+            planned / f"control-{size}", lambda run: math.inf if (run.arm, run.lr) == ("none", 3e-2) else 4.0
+        )
+    stable, same = judge(planned)["C1"]
+    assert [own["effect"][0] for own in stable["measured"]] == [pytest.approx(100 * math.expm1(4.1 - 9.0), abs=0.1)] * 3
+    assert (stable["word"], same["word"]) == ("seen from pico on", "not seen up to micro")
+
+
+def test_a_claim_without_a_figure_has_a_sign(planned: Path) -> None:
+    for size in LADDER:
+        write_loss_records(planned / f"composed-{size}", lambda run: 4.0 - 0.012 * (run.arm == "differential+affine"))
+    assert judge(planned)["A9"][0]["word"] == "seen from pico on"
+    for size in LADDER:
+        write_loss_records(planned / f"composed-{size}", lambda run: 4.0)
+    assert judge(planned)["A9"][0]["word"] == "not seen up to micro"
+
+
+def test_how_much_more_compute_the_baseline_needs_is_read_off_its_own_curve(planned: Path) -> None:
+    def fall(flops: float) -> float:
+        return 1.0 + 80.0 * flops**-0.12
+
+    def write(speed_up: float) -> None:
+        for size in LADDER:
+            spec = read_study(planned / f"headline-{size}/study.toml")
+            model = spec.run("standard", "wikipedia", spec.lrs[0], 0).model
+            flops = 6.0 * model.parameters() * spec.base["budget"]["tokens"]
+            ours = spec.run("leapfrog", "wikipedia", spec.lrs[0], 0).model.parameters() / model.parameters()
+            write_loss_records(
+                planned / f"headline-{size}",
+                lambda run, flops=flops, ours=ours: fall(flops * (speed_up * ours if run.arm == "leapfrog" else 1.0)),
+            )
+
+    write(2.4)
+    figure = judge(planned)["A4"][0]
+    assert [own["effect"][0] for own in figure["measured"]] == [pytest.approx(2.4, rel=0.05)] * 3
+    assert figure["word"] == "seen from pico on"
+    write(1.0)
+    assert judge(planned)["A4"][0]["word"] == "not seen up to micro"
+
+
+def test_a_study_takes_the_place_of_an_earlier_one_where_it_has_measured_the_same(planned: Path) -> None:
+    write_loss_records(planned / "coupling-nano", lambda run: 4.0 - 0.5 * (run.arm == "leapfrog"))
+    write_loss_records(planned / "headline-nano", lambda run: 4.0 - 0.1 * (run.arm == "leapfrog"))
+    leapfrog, euler = judge(planned)["A1"]
+    assert [own["effect"][0] for own in leapfrog["measured"]] == [pytest.approx(100 * math.expm1(-0.1), abs=0.1)]
+    assert [own["size"] for own in euler["measured"]] == ["nano"]  # the earlier one's: headline-nano has no such arm
+
+
+def test_a_figure_of_one_corpus_is_of_that_corpus(planned: Path) -> None:
+    for size in LADDER:
+        write_loss_records(
+            planned / f"corpora-{size}",
+            lambda run: 4.0 + (run.arm == "leapfrog") * {"pubmed": -0.05, "webmix": 0.1}.get(run.corpus, 9.0),
+        )
+    pubmed, webmix = judge(planned)["A7"]
+    assert [own["effect"][0] for own in pubmed["measured"]] == [pytest.approx(100 * math.expm1(-0.05), abs=0.1)] * 3
+    assert [own["effect"][0] for own in webmix["measured"]] == [pytest.approx(100 * math.expm1(0.1), abs=0.1)] * 3
+    assert (pubmed["word"], webmix["word"]) == ("seen from pico on",) * 2
+
+
 def test_a_number_in_a_sentence_is_the_records_whatever_stood_there() -> None:
     build = load_build(ROOT / "evidence")
     study = build.Evidence(ROOT / "evidence/coupling-nano")
@@ -171,3 +298,68 @@ def test_a_number_in_a_sentence_is_the_records_whatever_stood_there() -> None:
     ):
         with pytest.raises(SystemExit, match=told):
             build.fill_numbers(f"<!-- nats: {mark} -->9<!-- end -->", known)
+
+
+PLAN = """
+name = "one"
+baseline = "standard"
+corpora = ["task:copy?length=16&train=64&valid=16&test=16"]
+lrs = [1e-3]
+seeds = 1
+metric = "accuracy"
+[base]
+model = {layers = 1, width = 8, mlp = "gelu"}
+attention = {heads = 2, causal = false}
+batch = {sequences = 16}
+budget = {tokens = 256}
+evaluation = {probes = 0}
+[arms.standard]
+[arms."k=v"]
+attention = {share = "k=v"}
+"""
+ORDER = """
+[[studies]]
+name = "one"
+minutes = 0.01
+[[studies]]
+name = "two"
+begins_with = ["one"]
+minutes = 0.01
+[[studies]]
+name = "three"
+minutes = 60
+"""
+
+
+@pytest.mark.long
+def test_what_lacks_is_done_in_order_and_packed_and_nothing_is_done_twice(tmp_path: Path) -> None:
+    evidence = tmp_path / "evidence"
+    other = PLAN.replace('"one"', '"two"').replace("k=v", "q=k")
+    for name, plan in (("one", PLAN), ("two", other), ("three", PLAN.replace('"one"', '"three"'))):
+        (evidence / name).mkdir(parents=True)
+        (evidence / name / "study.toml").write_text(plan)
+    (evidence / "order.toml").write_text(ORDER)
+
+    def run(*flags: str) -> str:
+        command = [sys.executable, ROOT / "evidence/run.py", "--evidence", evidence, *flags]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+        return done.stdout
+
+    def list_places(folder: Path) -> list[str]:
+        lines = (folder / "records.jsonl").read_text(encoding="utf-8").splitlines()
+        return [json.loads(line)["place"].partition("/")[2] for line in lines]
+
+    assert "120 minutes of one H200 in all" in run("--list")
+    told = run("--minutes", "4", "--lanes", "1", "--out", "new.tar.gz")
+    # the third would take longer than there is time
+    assert [line.partition(",")[0] for line in told.splitlines() if "min left" in line] == ["one: standard", "two: q=k"]
+    with tarfile.open(tmp_path / "new.tar.gz") as archive:
+        archive.extractall(tmp_path / "elsewhere", filter="data")
+    for folder in (evidence, tmp_path / "elsewhere"):
+        assert list_places(folder / "one") == ["k=v/lr0.001-seed0", "standard/lr0.001-seed0"]
+        # standard was the first one's to do
+        assert list_places(folder / "two") == ["q=k/lr0.001-seed0"]
+    taken_over = load_build(ROOT / "evidence").Evidence(evidence / "two", ["one"])
+    assert sorted(taken_over.parameters) == ["q=k", "standard"]
+    shutil.rmtree(tmp_path / "runs")  # another machine, which has the records alone
+    assert "nothing new" in run("--minutes", "4")

@@ -153,7 +153,7 @@ def test_the_published_tasks():
     assert sum(found.run(which, "task:sort", 1e-3, 0).model.pattern[0].asymmetry_2d for which in found.arms) == 2
 
 
-@pytest.mark.parametrize("width", [32, 64, 128, 256])
+@pytest.mark.parametrize("width", [16, 32, 64, 128, 256])
 def test_the_tasks_as_the_authors_released_them(width: int):
     found = read_study(ROOT / f"evidence/b8-2x{width}/study.toml")
     names = [corpus.removeprefix("task:").partition("?")[0] for corpus in found.corpora]

@@ -13,14 +13,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RESULTS = "evidence/results.json"
+CHANGES = {"percent": "change of perplexity, per cent", "points": "points of accuracy, mean of five tasks"}
 CURVES = (("standard", "0.012"), ("leapfrog", "0.012"), ("affine", "0.006"), ("uncoupled", "0.006"))
 
 
-def claimed_changes(evidence: Results, source: str, title: str) -> "Figure":
-    """Change of perplexity of every arm that a source's claims are about: intervals by size, the published value as a
-    diamond."""
+def claimed_changes(evidence: Results, source: str, title: str, kind: str = "percent") -> "Figure":
+    """Change of perplexity (or points of accuracy) of every arm that a source's claims are about: intervals by size, the
+    published value as a diamond."""
     own = [figure for claim in evidence["claims"] if claim["id"][0] == source for figure in claim["figures"]]
-    figures = [figure for figure in own if figure["kind"] == "percent"]
+    figures = [figure for figure in own if figure["kind"] == kind]
     rows = [(figure, own) for figure in figures for own in figure["measured"]]
     height = 96 + 24 * len(rows)
     note = "95 % intervals over paired seeds, each arm at its own best learning rate; diamonds: published"
@@ -41,7 +42,7 @@ def claimed_changes(evidence: Results, source: str, title: str) -> "Figure":
         axes.plot([low, high], [y, y], color=STROKE["k"], linewidth=2.2, solid_capstyle="round")
         axes.plot(middle, y, "o", color=STROKE["k"], markersize=6)
     axes.set_yticks(range(len(rows)), names)
-    axes.set(ylim=(len(rows) - 0.4, -0.6), xlabel="change of perplexity, per cent")
+    axes.set(ylim=(len(rows) - 0.4, -0.6), xlabel=CHANGES[kind])
     axes.spines["left"].set_visible(False)
     axes.tick_params(left=False)
     return figure
@@ -137,6 +138,10 @@ CLAIMS = {
     ),
     "evidence-sharing.svg": Chart(
         partial(claimed_changes, source="B", title="shared projections: change of perplexity"), (RESULTS,)
+    ),
+    "evidence-tasks.svg": Chart(
+        partial(claimed_changes, source="B", title="shared projections on five tasks with digits", kind="points"),
+        (RESULTS,),
     ),
     "evidence-similarity.svg": Chart(alike_vectors, (RESULTS,)),
     "evidence-coupling-nano-curves.svg": Chart(

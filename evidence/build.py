@@ -11,8 +11,8 @@ is at its own best one:
     <!-- spread: coupling-nano standard -->0.22 nats<!-- end -->, between the best and the worst seed at one rate
     <!-- vectors: similarity-3x64 key_value_alignment trained -->0.31 (0.27 to 0.35)<!-- end -->, or untrained
 
-A study is a folder here with study.toml, the plan as it was fixed beforehand, and records.jsonl (see keep.py). What its
-arms are found to do is what `qklab study` finds; what becomes of a published figure is the word of `judge_claim`
+A study is a folder here with study.toml, the plan as it was fixed beforehand, and records.jsonl.xz (see keep.py). What
+its arms are found to do is what `qklab study` finds; what becomes of a published figure is the word of `judge_claim`
 (claims.py).
 """
 
@@ -28,6 +28,7 @@ from typing import Any
 
 from claims import MINUS, judge_claims, write_claims_table
 from order import read_order
+from records import RECORDS
 from studies import Evidence
 
 from qklab.study.plan import write_number
@@ -144,7 +145,7 @@ def fill_numbers(text: str, studies: Mapping[str, Evidence]) -> str:
 
 def build() -> dict[Path, str]:
     """Every file that follows from the records, as it should be."""
-    folders = sorted(path.parent for path in EVIDENCE.glob("*/records.jsonl"))
+    folders = sorted(path.parent for path in EVIDENCE.glob(f"*/{RECORDS}"))
     order = read_order(EVIDENCE)
     begins_with = {study.name: study.begins_with for study in order.values()}
     studies = {folder.name: Evidence(folder, begins_with.get(folder.name, ())) for folder in folders}

@@ -264,7 +264,9 @@ def write_measured(figure: Mapping[str, Any]) -> str:
         if own["diverged"]:
             told.append(f"{own['size']}: {own['diverged']} seeds diverged")
         elif own["effect"] is not None:
-            effect, *ends = (None if x is None else f"{x:{sign}.{kind.digits}f}" for x in own["effect"])
+            effect, *ends = (
+                None if x is None else f"{x:{sign}.{kind.digits}f}".translate(MINUS) for x in own["effect"]
+            )
             interval = "" if None in ends else f" ({ends[0]} to {ends[1]})"
             told.append(f"{own['size']}: {effect}{kind.unit}{interval}, n = {own['seeds']}")
-    return f"{name_figure(figure)}{what}{against} {'; '.join(told)}".translate(MINUS)
+    return f"{name_figure(figure)}{what}{against} {'; '.join(told)}"

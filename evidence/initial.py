@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 from keep import average_heads
+from records import read_records
 
 from qklab.data.prepare import prepare_corpus
 from qklab.model.decoder import Decoder
@@ -21,9 +22,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--data", type=Path)
     options = parser.parse_args()
-    records = [json.loads(line) for line in (options.folder / "records.jsonl").read_text().splitlines()]
     specs = {}
-    for record in records:
+    for record in read_records(options.folder):
         corpus, arm, _ = record["place"].split("/")
         spec = RunSpec.from_dict(record["run"]["spec"])
         specs[corpus, arm, spec.seed] = spec

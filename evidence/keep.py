@@ -7,8 +7,8 @@ that it can grow over many short jobs on machines that forget:
 
 With another study's file, that one begins with the runs of arms that the two have in common.
 
-Each finished run becomes a line of records.jsonl: its run.json and summary.json as they are, its learning curve thinned
-to a hundred points, every evaluation, and every probe averaged over heads. Runs that are there already stay.
+Each finished run becomes a line of records.jsonl.xz: its run.json and summary.json as they are, its learning curve
+thinned to a hundred points, every evaluation, and every probe averaged over heads. Runs that are there already stay.
 """
 
 import json
@@ -19,6 +19,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 from urllib.parse import unquote
+
+from records import RECORDS, read_records, write_records
 
 from qklab.study.records import StudyRecord, read_study_record
 from qklab.study.spec import read_study
@@ -71,24 +73,22 @@ def average_heads(probe: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(study: Path, folder: Path) -> None:
-    path = folder / "records.jsonl"
-    kept = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    kept = read_records(folder)
     known = {record["run"]["id"] for record in kept}
     ended = [summary.parent for summary in sorted(study.glob("runs/*/*/*/summary.json"))]
     found = [read_record(run) for run in ended if (run / "metrics.jsonl").exists()]  # those restored have none
     fresh = [record for record in found if record["run"]["id"] not in known]
     records = sorted(kept + fresh, key=lambda record: record["place"])
-    path.write_text("".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records))
+    write_records(folder, records)
     shutil.copy(study / "study.json", folder / "study.json")
-    print(f"{len(fresh)} runs added, {len(records)} kept in {path}")
+    print(f"{len(fresh)} runs added, {len(records)} kept in {folder / RECORDS}")
 
 
 def restore(folder: Path, study: Path, file: Path) -> None:
     """Write study.json, and run.json and summary.json of every run that is kept, of an arm of this plan, and not
     there."""
     plan, data = read_study(file), read_study_record(folder).data
-    records = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
-    records = [record for record in records if unquote(record["place"].split("/")[1]) in plan.arms]
+    records = [record for record in read_records(folder) if unquote(record["place"].split("/")[1]) in plan.arms]
     for record in records:
         run = study / "runs" / record["place"]
         if not (run / "summary.json").exists():

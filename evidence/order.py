@@ -1,6 +1,5 @@
 """Which studies are to be done, in which order, and which arms of them have no records yet (order.toml)."""
 
-import json
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -8,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from urllib.parse import unquote
+
+from records import read_records
 
 from qklab.study.spec import StudySpec, read_study
 
@@ -55,11 +56,6 @@ def read_order(evidence: Path) -> dict[str, PlannedStudy]:
     return {
         own["name"]: PlannedStudy(evidence / own["name"], **{k: own[k] for k in own if k != "name"}) for own in listed
     }
-
-
-def read_records(folder: Path) -> list[dict]:
-    path = folder / "records.jsonl"
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 def count_missing_minutes(

@@ -4,8 +4,8 @@
     python evidence/run.py --list
 
 Studies are done in the order of order.toml, several at a time, each by `qklab study`. Every run that ends is kept at
-once in evidence/NAME/records.jsonl, and what is new there is packed into `--out`, so a machine may be taken away at any
-moment. Unpacked in evidence/ of another checkout, all goes on from there.
+once in evidence/NAME/records.jsonl.xz, and what is new there is packed into `--out`, so a machine may be taken away at
+any moment. Unpacked in evidence/ of another checkout, all goes on from there.
 """
 
 import argparse
@@ -20,7 +20,8 @@ import time
 from pathlib import Path
 
 import keep
-from order import PlannedStudy, count_missing_minutes, read_order, read_records
+from order import PlannedStudy, count_missing_minutes, read_order
+from records import RECORDS, read_records
 
 from qklab.study.records import read_study_record
 from qklab.study.schedule import RunSchedule
@@ -47,7 +48,7 @@ class Queue:
         """What is kept of the study, and of arms that it takes over, into its folder."""
         with contextlib.redirect_stdout(None):
             for name in [*study.begins_with, study.name]:
-                if (folder := self.evidence / name).joinpath("records.jsonl").exists():
+                if (folder := self.evidence / name).joinpath(RECORDS).exists():
                     keep.restore(folder, self.work / study.name, study.file)
         self.ended[study.name] = self.count_ended(study.name)
 
@@ -112,7 +113,7 @@ class Queue:
                 aside = self.out.with_name(f".{self.out.name}")
                 with tarfile.open(aside, "w:gz") as archive:
                     for name in sorted(self.changed):
-                        for file in ("records.jsonl", "study.json"):
+                        for file in (RECORDS, "study.json"):
                             archive.add(self.evidence / name / file, f"{name}/{file}")
                 aside.replace(self.out)
 

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-from order import read_records
+from records import read_records
 
 from qklab.study.claims import MeasuredEffect
 from qklab.study.findings import Findings, average_corpora, derive_findings

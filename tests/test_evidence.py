@@ -24,16 +24,26 @@ from qklab.study.spec import read_study
 ROOT = Path(__file__).parents[1]
 
 
-def load_build(evidence: Path) -> ModuleType:
-    """evidence/build.py of a folder; what it imports is the project's own."""
+def load_script(path: Path) -> ModuleType:
+    """A script of the evidence; what it imports is the project's own."""
     sys.path.insert(0, str(ROOT / "evidence"))
-    found = importlib.util.spec_from_file_location("evidence_build", evidence / "build.py")
+    found = importlib.util.spec_from_file_location(f"evidence_{path.stem}", path)
     assert found is not None
     assert found.loader is not None
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
     sys.path.remove(str(ROOT / "evidence"))
     return module
+
+
+def load_build(evidence: Path) -> ModuleType:
+    return load_script(evidence / "build.py")
+
+
+RECORDS_SCRIPT = load_script(ROOT / "evidence/records.py")
+RECORDS, read_records, write_records = (
+    getattr(RECORDS_SCRIPT, name) for name in ("RECORDS", "read_records", "write_records")
+)
 
 
 def test_every_table_is_what_the_records_say() -> None:
@@ -61,12 +71,12 @@ def copied(tmp_path: Path) -> Path:
 
 
 def test_a_changed_record_changes_its_tables_and_a_lost_one_is_not_made_up(copied: Path) -> None:
-    records = copied / "sharing-nano/records.jsonl"
-    lines = [json.loads(line) for line in records.read_text(encoding="utf-8").splitlines()]
+    folder = copied / "sharing-nano"
+    lines = read_records(folder)
     own = [record for record in lines if record["place"] == "wikipedia/k=v/lr0.012-seed0"]
     own[0]["summary"]["evaluation"]["test"]["loss"] += 0.1
     others = [record for record in lines if not record["place"].startswith("wikipedia/q=k/")]
-    records.write_text("".join(json.dumps(record) + "\n" for record in others), encoding="utf-8")
+    write_records(folder, others)
     files = load_build(copied).build()
     table, page = files[copied / "sharing-nano/README.md"], files[copied.parent / "docs/evidence.md"]
     before = (ROOT / "evidence/sharing-nano/README.md").read_text(encoding="utf-8")
@@ -90,13 +100,13 @@ def write_task_records(folder: Path, widths: int, lost: dict[str, float]) -> Non
         right = 0.8 + 0.03 * spec.corpora.index(corpus) - lost[arm] + 1e-4 * (k * k % 7)
         score = {"loss": 1.0 + (lr != 1e-3), "accuracy": right, "chance": 0.1}
         summary = {"status": "finished", "evaluation": {"valid": score, "test": score}, **costs}
-        lines.append(json.dumps({"place": str(PlannedRun(corpus, arm, lr, seed).path), "summary": summary}))
-    (folder / "records.jsonl").write_text("\n".join(lines), encoding="utf-8")
+        lines.append({"place": str(PlannedRun(corpus, arm, lr, seed).path), "summary": summary})
+    write_records(folder, lines)
 
 
 def test_a_published_difference_in_points_stands_beside_the_mean_over_tasks(copied: Path) -> None:
     build = load_build(copied)
-    for records in copied.glob("b8-*/records.jsonl"):
+    for records in copied.glob(f"b8-*/{RECORDS}"):
         records.unlink()
     lost = {"standard": 0.0, "q=k": 0.001, "q=k 2-D": -0.02, "k=v": 0.03, "q=k=v": 0.07, "q=k=v 2-D": 0.0}
     words = ["reproduced", "reproduced", "refuted", "smaller than published", "refuted"]
@@ -111,15 +121,16 @@ def test_a_published_difference_in_points_stands_beside_the_mean_over_tasks(copi
         assert [figure["word"] for figure in figures] == (words if len(widths) == 3 else ["open"] * 5)
     assert "2×64: −7.0 points (" in files[copied.parent / "docs/evidence.md"]
     assert "| the mean of 5 corpora: % of the answers right (chance 10.0) |" in files[copied / "b8-2x64/README.md"]
-    records = copied / "b8-2x32/records.jsonl"
-    edge = records.read_text(encoding="utf-8").splitlines()
-    records.write_text("\n".join(line for line in edge if "-seed4" not in line), encoding="utf-8")  # four seeds
+    edge = read_records(copied / "b8-2x32")
+    write_records(copied / "b8-2x32", [line for line in edge if "-seed4" not in line["place"]])  # four seeds
     claims = {claim["id"]: claim for claim in json.loads(build.build()[copied / "results.json"])["claims"]}
     assert {figure["word"] for figure in claims["B8"]["figures"]} == {"open"}
     # now k=v's best rate is the last that was tried
-    worse = [line.replace('"loss": 1.0', '"loss": 3.0') if "/k=v/lr0.001-" in line else line for line in edge]
-    lower = [line.replace('"loss": 2.0', '"loss": 0.5') if "/k=v/lr0.0003-" in line else line for line in worse]
-    records.write_text("\n".join(lower), encoding="utf-8")
+    for line in edge:
+        for rate, loss in (("0.001", 3.0), ("0.0003", 0.5)):
+            if f"/k=v/lr{rate}-" in line["place"]:
+                line["summary"]["evaluation"]["valid"]["loss"] = loss
+    write_records(copied / "b8-2x32", edge)
     claims = {claim["id"]: claim for claim in json.loads(build.build()[copied / "results.json"])["claims"]}
     assert {figure["arm"]: figure["word"] for figure in claims["B8"]["figures"]}["k=v"] == "open"
 
@@ -127,14 +138,13 @@ def test_a_published_difference_in_points_stands_beside_the_mean_over_tasks(copi
 def test_a_published_value_of_a_probe_stands_beside_what_runs_recorded(copied: Path) -> None:
     build = load_build(copied)
     for study in ("headline-pico", "coupling-nano", "headline-micro"):
-        records = copied / study / "records.jsonl"
-        lines = [json.loads(line) for line in records.read_text(encoding="utf-8").splitlines()]
+        lines = read_records(copied / study)
         for line in (line for line in lines if line["probes"]):
             seed, arm = int(line["place"].rpartition("-seed")[2]), line["place"].split("/")[1]
             layers = line["probes"][-1]["layers"]
             layers["key_value_cosine"] = [0.7 + 0.01 * seed, 0.72 + 0.01 * seed]
             layers["entropy"] = [9.0, 2.0 + 0.5 * (arm == "leapfrog") + 0.01 * seed * (arm == "leapfrog"), 9.0]
-        records.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+        write_records(copied / study, lines)
     claims = {claim["id"]: claim for claim in json.loads(build.build()[copied / "results.json"])["claims"]}
     nano = {
         figure["probe"]: own
@@ -163,8 +173,8 @@ def write_loss_records(folder: Path, read: Callable[[PlannedRun], float]) -> Non
         summary = {"parameters": model.parameters(), "training_flops": flops, "tokens_per_second": 1.0, "seconds": 1.0}
         summary |= {"tokens": 1, "peak_memory_bytes": 1, "cache_bytes_per_token": 1, "status": "finished"}
         summary |= {"evaluation": {"valid": score, "test": score}} if loss < math.inf else {"status": "diverged"}
-        lines.append(json.dumps({"place": str(run.path), "summary": summary, "probes": []}))
-    (folder / "records.jsonl").write_text("\n".join(lines), encoding="utf-8")
+        lines.append({"place": str(run.path), "summary": summary, "probes": []})
+    write_records(folder, lines)
 
 
 LADDER = ("pico", "nano", "micro")
@@ -173,7 +183,7 @@ LADDER = ("pico", "nano", "micro")
 @pytest.fixture
 def planned(copied: Path) -> Path:
     """The plans, without a record."""
-    for records in copied.glob("*/records.jsonl"):
+    for records in copied.glob(f"*/{RECORDS}"):
         records.unlink()
     return copied
 
@@ -182,7 +192,7 @@ def judge(evidence: Path) -> dict[str, list[dict[str, Any]]]:
     """Claim → its figures."""
     build = load_build(evidence)
     claims = tomllib.loads((evidence / "claims.toml").read_text(encoding="utf-8"))
-    folders = [path.parent for path in evidence.glob("*/records.jsonl")]
+    folders = [path.parent for path in evidence.glob(f"*/{RECORDS}")]
     judged = sys.modules["claims"].judge_claims(claims, {folder.name: build.Evidence(folder) for folder in folders})
     return {claim["id"]: claim["figures"] for claim in judged}
 
@@ -346,8 +356,7 @@ def test_what_lacks_is_done_in_order_and_packed_and_nothing_is_done_twice(tmp_pa
         return done.stdout
 
     def list_places(folder: Path) -> list[str]:
-        lines = (folder / "records.jsonl").read_text(encoding="utf-8").splitlines()
-        return [json.loads(line)["place"].partition("/")[2] for line in lines]
+        return [record["place"].partition("/")[2] for record in read_records(folder)]
 
     assert "120 minutes of one H200 in all" in run("--list")
     told = run("--minutes", "4", "--lanes", "1", "--out", "new.tar.gz")

@@ -18,8 +18,8 @@ CURVES = (("standard", "0.012"), ("leapfrog", "0.012"), ("affine", "0.006"), ("u
 
 
 def claimed_changes(evidence: Results, source: str, title: str, kind: str = "percent") -> "Figure":
-    """Change of perplexity (or points of accuracy) of every arm that a source's claims are about: intervals by size, the
-    published value as a diamond."""
+    """Change of perplexity, or in points of accuracy, of every arm that a source's claims are about: intervals by
+    size, the published value as a diamond."""
     own = [figure for claim in evidence["claims"] if claim["id"][0] == source for figure in claim["figures"]]
     figures = [figure for figure in own if figure["kind"] == kind]
     rows = [(figure, own) for figure in figures for own in figure["measured"]]
@@ -145,6 +145,6 @@ CLAIMS = {
     ),
     "evidence-similarity.svg": Chart(alike_vectors, (RESULTS,)),
     "evidence-coupling-nano-curves.svg": Chart(
-        partial(seed_curves, arms=CURVES), ("evidence/coupling-nano/records.jsonl",)
+        partial(seed_curves, arms=CURVES), ("evidence/coupling-nano/records.jsonl.xz",)
     ),
 }

@@ -8,6 +8,7 @@ import hashlib
 import inspect
 import io
 import json
+import lzma
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -68,9 +69,11 @@ class Chart(NamedTuple):
 
 
 def read_results(path: Path) -> Any:
-    """What a result file holds: an object, or the objects of its lines."""
-    text = path.read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines()] if path.suffix == ".jsonl" else json.loads(text)
+    """What a result file holds: an object, or the objects of its lines, compressed ones too."""
+    if path.suffix == ".json":
+        return json.loads(path.read_text(encoding="utf-8"))
+    written = path.read_bytes()
+    return [json.loads(line) for line in (lzma.decompress(written) if path.suffix == ".xz" else written).splitlines()]
 
 
 def new_figure(height: float, title: str, note: str = "") -> "Figure":

@@ -198,7 +198,9 @@ def test_without_minutes_the_size_decides_and_no_machine_differs(quick: None, mo
         assert len({json.dumps(each.study.to_dict(), sort_keys=True) for each in plans}) == 1
         assert {each.slots.threads for each in plans if not each.slots.gpus} == {1}
     assert plans[0].tokens_per_parameter == pytest.approx(10, rel=1e-3)
-    assert plan().size == "pico"
+    study = plan().study
+    assert (plan().size, study.seeds, study.tuning_seeds) == ("pico", 8, 6)
+    assert (plan(seeds=12).study.tuning_seeds, plan(size="nano").study.seeds) == (9, 5)
     assert plan(WorkerSlots(1, 2), minutes=500).slots.threads == 2
 
 
@@ -206,7 +208,7 @@ def test_compiling_is_the_studys_to_decide() -> None:
     def study(tokens: int) -> StudySpec:
         return compare.make_study("pico", ComparisonRequest(), tokens)
 
-    runs = 3 * 5  # learning rates and seeds
+    runs = 3 * 6  # learning rates and seeds that try them
     assert compare.choose_execution(study(256 * (compare.COMPILED // runs - 1))) == {"compile": "no"}
     assert compare.choose_execution(study(256 * compare.COMPILED // runs)) == {"compile": "auto"}
 

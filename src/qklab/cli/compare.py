@@ -19,7 +19,7 @@ class CompareCommand:
             k=v and qk-norm
         minutes: how long it may take, which decides the size of the models and how many tokens they see; by default the
             size decides, so that every machine gets the same answer
-        seeds: how many paired seeds in all; by default 5
+        seeds: how many paired seeds in all; by default 5, and 8 where the size pico decides how long it takes
         more: give the comparison that is there more: --seeds in all, or as many as fit into --minutes
         size: pico, nano, micro, mini, 34m, 51m or 124m; by default what fits the minutes, or pico
         sizes: two or more sizes to compare at, each with as many tokens a parameter, instead of minutes: how the effect

@@ -16,7 +16,15 @@ from qklab.schema import suggest_name
 from qklab.study.executors import WorkerSlots
 from qklab.study.plan import count_runs, write_rounded
 from qklab.study.records import StudyRecord, read_analyses, read_results
-from qklab.study.sizes import SIZES, TOKENS_PER_PARAMETER, count_runs_together, find_size, measure_arm_speed, share_gpus
+from qklab.study.sizes import (
+    SIZES,
+    TOKENS_PER_PARAMETER,
+    Size,
+    count_runs_together,
+    find_size,
+    measure_arm_speed,
+    share_gpus,
+)
 from qklab.study.spec import DEFAULT_LR, StudyError, StudySpec
 from qklab.study.tuning import find_grids
 from qklab.train.spec import FINAL_SHARE, RunSpec
@@ -38,7 +46,6 @@ TASK_MARGIN = 1.0  # percentage points of accuracy
 TASK_SEQUENCES = 32
 MINUTES = 5.0  # that --continue adds
 SMALLEST = "pico"
-SEEDS = 5  # with three, Holm over four arms and two analyses ask for a difference three times as large as with five
 EXTEND = 2  # learning rates more at an end where an arm does best
 LOCAL = 64  # tokens that every other layer of a hybrid sees: half of the smallest size's context
 ANALYSES = 2  # one, and one after more seeds, which the answer itself may propose
@@ -100,8 +107,10 @@ class ComparisonRequest:
 
     def fill_defaults(self) -> "ComparisonRequest":
         """As a comparison is begun; study.json keeps it, by which the same command is known again."""
-        alone = self.minutes is None and self.size is None and self.sizes is None
-        return replace(self, size=SMALLEST if alone else self.size, seeds=SEEDS if self.seeds is None else self.seeds)
+        by_size = self.minutes is None and self.sizes is None
+        size = SMALLEST if by_size and self.size is None else self.size
+        own = SIZES[size].seeds if by_size and size is not None else Size.seeds
+        return replace(self, size=size, seeds=own if self.seeds is None else self.seeds)
 
 
 @dataclass(frozen=True)
@@ -219,7 +228,7 @@ def plan_size(size: str, request: ComparisonRequest, slots: WorkerSlots, at_once
     """The study of a size with as many tokens a run as the time allows, evaluation and all, or as the size says."""
     trial = make_study(size, request, 2**20)
     runs = [trial.run(arm, trial.corpora[0], trial.lrs[0], 0) for arm in trial.arms]
-    each, parameters, own = runs[0].tokens_per_step, runs[0].model.parameters(), trial.seeds * len(trial.lrs)
+    each, parameters, own = runs[0].tokens_per_step, runs[0].model.parameters(), trial.tuning_seeds * len(trial.lrs)
     together = min(count_runs_together(run, slots, own) for run in runs)
     slots = choose_slots(slots, runs[0], at_once, request.minutes is None)
     speeds = [measure_arm_speed(run, slots, own) for run in runs]
@@ -273,9 +282,9 @@ def choose_limit(tokens: int) -> int:
 
 
 def make_study(size: str, request: ComparisonRequest, tokens: int) -> StudySpec:
-    """The study of a size with so many tokens a run. Every seed tries every learning rate: where one chooses for all, a
-    wrong choice makes false alarms."""
+    """The study of a size with so many tokens a run."""
     seeds = request.fill_defaults().seeds
+    assert seeds is not None
     settings = SIZES[size].settings
     evaluation = {
         "probes": PROBES,
@@ -296,13 +305,19 @@ def make_study(size: str, request: ComparisonRequest, tokens: int) -> StudySpec:
             "lrs": list(SIZES[size].lrs),
             "extend": EXTEND if len(SIZES[size].lrs) > 1 else 0,
             "seeds": seeds,
-            "tuning_seeds": seeds,
+            "tuning_seeds": choose_tuning_seeds(seeds),
             "metric": "accuracy" if request.asks_tasks else "loss",
             "margin": TASK_MARGIN if request.asks_tasks else MARGIN,
             "analyses": ANALYSES,
             "base": base,
         }
     )
+
+
+def choose_tuning_seeds(seeds: int) -> int:
+    """How many seeds try every learning rate: where few choose for many, a wrong choice that all share makes false
+    alarms, and where three quarters do no more than where all do."""
+    return max(min(seeds, 5), math.ceil(3 * seeds / 4))
 
 
 def adapt_to_tasks(base: Mapping[str, Any], tasks: Sequence[str]) -> dict[str, Any]:

@@ -147,10 +147,3 @@ def test_a_checkpoint_is_due_by_the_clock(settings: Settings, tmp_path: Path) ->
     settled = settings(execution={"checkpoint_steps": None, "checkpoint_minutes": 1e-6})
     assert train_until(None, *settled, tmp_path / "run") == "finished"
     assert (tmp_path / "run" / "checkpoints" / "step-0000000011").exists()
-
-
-def test_a_finished_run_is_left_alone(settings: Settings, tiny_run: Path) -> None:
-    before = comparable(tiny_run)
-    again = train(settings()[0], tiny_run, settings()[1])
-    assert (again.status, again.summary) == ("finished", RunDirectory(tiny_run).summary())
-    assert comparable(tiny_run) == before

@@ -392,12 +392,13 @@ GPT2_NAMES = {
 
 
 def assert_same_logits(ours: Decoder, theirs: nn.Module, tolerance: float) -> None:
-    """Same logits at once and after a cached prefix."""
+    """Same logits at once, and in chunks and single tokens after a cached prefix."""
     ids = token_ids(TOKENS)
     expected = theirs(ids).logits
     assert_equal(ours(ids), expected, tolerance)
     cache = ours.new_cache(len(ids), 1)
-    assert_equal(torch.cat([ours(chunk, cache=cache) for chunk in ids.split(5, 1)], 1), expected, tolerance)
+    decoded = torch.cat([ours(chunk, cache=cache) for chunk in ids.split([4, 1, 5, 1, 2], 1)], 1)
+    assert_equal(decoded, expected, tolerance)
 
 
 def token_ids(tokens: int, rows: int = 2) -> Tensor:

@@ -81,13 +81,13 @@ def test_crop_forgets_rejected_tokens(name: str) -> None:
 def test_a_cache_is_cropped_by_as_many_drafts_as_it_was_made_with(what: str) -> None:
     """One rule for all that is kept in rings: over more tokens than they have slots, in chunks and one by one; further
     back is refused, and so is no draft at all."""
-    window, back, drafts = {"window": WINDOW}, LOOKING_BACK, 1 if what == "static" else 7
+    window, back, drafts = {"window": WINDOW}, LOOKING_BACK, 7
     fields = {"looking back": back, "window": window}.get(what, back | window)
     attention, x = randomise(Attention(AttentionSpec(width=16, heads=4, **fields))), inputs(tokens=40)
     full = attention(x)
     cache = attention.new_cache(2, 40, drafts=drafts)
     if what == "static":
-        cache = StaticCache(attention.spec, 2, 40, torch.float64, "cpu")
+        cache = StaticCache(attention.spec, 2, 40, torch.float64, "cpu", drafts)
     for chunk in x[:, :30].split([10, *[1] * 20], 1):
         attention(chunk, cache=cache)
     kept = [tensor.clone() for tensor in cache.owned_tensors]

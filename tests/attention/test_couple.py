@@ -199,13 +199,6 @@ def test_identity_start_leaves_the_models_logits_bit_equal(kind: Any, sharing: A
     assert moved  # it can leave the identity
 
 
-def test_the_default_start_is_not_the_identity() -> None:
-    plain = Decoder(recipe("nano"), seed=3)
-    coupled = Decoder(recipe("nano", coupling=CouplingSpec(kind="leapfrog")), seed=3)
-    ids = torch.randint(4096, (1, 16))
-    assert not torch.equal(coupled(ids), plain(ids))
-
-
 FOLDABLE = [
     *itertools.product(["none", "k=v"], [4, 2], ["softmax", "differential", "differential-v2"]),
     *itertools.product(["q=k", "q=k=v"], [4], ["softmax", "differential"]),

@@ -22,7 +22,7 @@ from qklab.report import build_report
 from qklab.report import maps as maps_module
 from qklab.report import page as page_module
 from qklab.report.build import render_report
-from qklab.report.data import combine_values, downsample_losses, gather_data
+from qklab.report.data import combine_values, downsample_losses, gather_data, read_probes
 from qklab.report.folders import name_arms
 from qklab.report.maps import MapCache
 from qklab.report.page import embed_json, pack_maps
@@ -120,6 +120,14 @@ def test_losses_are_thinned_and_probes_combined_as_each_quantity_asks() -> None:
     assert downsample_losses([{"tokens": 1, "loss": "nan", "time": {"seconds": 0}}])["loss"] == [None]
     assert [combine_values([1.0, 7.0, None], how) for how in ("mean", "largest", "rms")] == [4.0, 7.0, 5.0]
     assert combine_values([None], "largest") is None
+
+
+def test_of_many_probes_a_dozen_are_shown_from_the_first_to_the_last(tmp_path: Path) -> None:
+    for step in range(1, 24):
+        (tmp_path / f"step-{step:010d}.json").write_text(json.dumps({"step": step, "layers": {}}))
+    found = read_probes(tmp_path, {23: (7, None)})
+    assert found is not None
+    assert (found["step"], found["tokens"][-1]) == (list(range(1, 24, 2)), 7)
 
 
 def test_one_seed_is_an_anecdote_without_an_interval(tmp_path: Path) -> None:

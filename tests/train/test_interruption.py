@@ -102,13 +102,6 @@ def test_killed_and_resumed_is_bit_equal(point: str, settings: Settings, tiny_ru
     assert comparable(tmp_path / "run") == comparable(tiny_run)
 
 
-def test_killed_again_and_again(settings: Settings, tiny_run: Path, tmp_path: Path) -> None:
-    for point in ("between update and record", "between write and rename of the first checkpoint", "after a probe"):
-        kill_at(point, settings, tmp_path / "run")
-    assert train_until(None, *settings(), tmp_path / "run") == "finished"
-    assert comparable(tmp_path / "run") == comparable(tiny_run)
-
-
 def train_until_asked(spec: RunSpec, execution: ExecutionSpec, folder: Path) -> None:
     """Train, and wait before the fourth step until someone asks to stop, whatever else the machine does."""
     plain = Trainer.step

@@ -67,21 +67,6 @@ def test_accuracy_is_what_the_model_gets_right_where_it_is_asked(
     assert len(curve) == 2
 
 
-def test_padding_and_prompt_give_no_gradient() -> None:
-    """What stands where nothing is asked may be anything."""
-    from qklab.model import Decoder
-    from qklab.train.objective import Objective
-
-    spec, _ = task(f"task:copy?length=12&{SMALL}")
-    objective = Objective(Decoder(spec.model, seed=0))
-    ids = torch.randint(10, (2, 12))
-    targets = torch.full((2, 12), IGNORED)
-    targets[:, 5] = 3
-    assert objective(ids, targets)[0].item() == pytest.approx(
-        torch.nn.functional.cross_entropy(objective.decoder(ids)[:, 5], targets[:, 5]).item(), rel=1e-5
-    )
-
-
 @pytest.mark.parametrize("masked", [False, True], ids=["task", "masked text"])
 def test_members_of_a_population_and_interrupted_runs_are_the_run_alone(
     masked: bool, settings: Settings, tmp_path: Path

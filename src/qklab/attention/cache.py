@@ -293,8 +293,16 @@ class StaticCache(Cache):
     masked. What lies beyond the capacity is not noticed in a compiled graph: the caller makes the room large enough.
     """
 
-    def __init__(self, spec: AttentionSpec, batch: int, tokens: int, dtype: torch.dtype, device: torch.device | str):
-        super().__init__(spec, batch, tokens, dtype, device, grow=False)
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        batch: int,
+        tokens: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        drafts: int = 1,
+    ):
+        super().__init__(spec, batch, tokens, dtype, device, grow=False, drafts=drafts)
         self.filled = torch.zeros((), dtype=torch.long, device=device)
         self.left_padding: Tensor | None = torch.zeros(batch, dtype=torch.long, device=device)
         self.fresh = True

@@ -149,7 +149,8 @@ def test_a_duration_is_told_in_its_two_largest_units() -> None:
 
 def test_the_time_left_is_that_of_the_steps_left_or_of_the_budget(settings: Settings) -> None:
     loop = Loop.__new__(Loop)
-    loop.members, loop.state = [Any, Any], State(step=4, seconds=6.0, timed_steps=3)
+    members: Any = [None, None]
+    loop.members, loop.state = members, State(step=4, seconds=6.0, timed_steps=3)
     loop.spec, _ = settings()
     assert loop.spec.steps == 12
     assert loop.estimate_seconds_left() == 8 * 2 * 6.0 / 3

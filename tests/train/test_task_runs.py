@@ -67,6 +67,12 @@ def test_accuracy_is_what_the_model_gets_right_where_it_is_asked(
     assert len(curve) == 2
 
 
+def test_a_models_vocabulary_has_the_end_of_text_beside_the_tasks_symbols() -> None:
+    """Where both together just pass the multiple of 64 that it is rounded up to."""
+    vocabularies = [task(f"task:mqar?pairs=3&length=12&keys=40&values={values}")[0].model.vocab for values in (22, 23)]
+    assert vocabularies == [64, 128]  # of 63 and 64 symbols
+
+
 @pytest.mark.parametrize("masked", [False, True], ids=["task", "masked text"])
 def test_members_of_a_population_and_interrupted_runs_are_the_run_alone(
     masked: bool, settings: Settings, tmp_path: Path

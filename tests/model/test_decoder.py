@@ -80,6 +80,25 @@ def test_learned_positions_end_at_the_context() -> None:
     assert model("standard")(tokens(length=25)).shape == (2, 25, 97)  # RoPE has no such end
 
 
+@pytest.mark.parametrize(
+    "other",
+    [{"rope_base": 100.0}, {"rope_fraction": 0.5}, {"kv_rotation": "on-read"}, {"heads": 2, "kv_heads": 2}],
+    ids=str,
+)
+@torch.no_grad()
+def test_layers_of_a_pattern_stand_where_their_own_spec_says(other: dict[str, Any]) -> None:
+    """What the layers share gives, over a prompt and the steps after it, what each finds out for itself."""
+    attention = {"share": "k=v", "heads": 4}
+    decoder = Decoder(recipe("nano", **SMALL, attention=[attention, attention | other]), seed=0).eval()
+    ids, whole, alone = tokens(), decoder.new_cache(2, 20), decoder.new_cache(2, 20)
+    for piece in ids.split([5, 1, ids.shape[1] - 6], 1):
+        x = decoder.embed(piece)
+        for layer, block in enumerate(decoder.blocks):
+            positions, visibility = decoder.attention(layer).locate(x, cache=alone[layer])
+            x = block(x, positions, visibility, alone[layer])
+        torch.testing.assert_close(decoder(piece, cache=whole), decoder.head(decoder.norm(x)))
+
+
 def test_bad_ids_are_refused() -> None:
     wrong: list[Any] = [torch.zeros(3, dtype=torch.long), torch.zeros(1, 3), torch.zeros(1, 3).bool(), [[1, 2]]]
     for ids in wrong:

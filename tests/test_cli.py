@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from qklab.cli import main
+from qklab.describe import format_change
 from qklab.mechanisms import list_mechanisms
 
 
@@ -25,6 +26,11 @@ def test_describe_prints_the_cache_reduction(capsys: pytest.CaptureFixture[str],
     lines = [line for line in out.splitlines() if "cache bytes" in line]
     assert len(lines) == 2
     assert all(line.endswith(percent) for line in lines)
+
+
+def test_changes_are_told_to_a_tenth_of_a_percent_or_two_digits() -> None:
+    now = {1_000_000: "±0 %", 500_000: "−50 %", 1_234_567: "+23.5 %", 999_877: "−0.012 %"}
+    assert {each: format_change(each, 1_000_000) for each in now} == now
 
 
 def test_describe_tells_the_whole_story(capsys: pytest.CaptureFixture[str]) -> None:

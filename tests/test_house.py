@@ -42,14 +42,23 @@ def functions_of(module: str) -> Iterator[str]:
             yield node.name
 
 
+def list_definitions(module: str) -> Iterator[str]:
+    """Functions, classes and named types."""
+    for node in parse(module).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Assign):
+            yield from (t.id for t in node.targets if isinstance(t, ast.Name) and re.match("[A-Z][a-z]", t.id))
+
+
 def test_a_public_name_means_one_thing() -> None:
     homes = defaultdict(set)
     for module in MODULES:
-        for node in parse(module).body:
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+        for name in list_definitions(module):
+            if not name.startswith("_"):
                 # an operation's reference and kernels bear its name
                 operation = re.match("ops/[a-z_]+/", module)
-                homes[node.name].add(operation[0] if operation else module)
+                homes[name].add(operation[0] if operation else module)
     shared = {name: sorted(found) for name, found in homes.items() if len(found) > 1 and name != "main"}
     assert not shared, f"defined twice; rename one: {shared}"
 

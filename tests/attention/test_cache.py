@@ -8,7 +8,6 @@ import torch
 from qklab import Attention, AttentionSpec, Decoder, LatentSpec, recipe
 from qklab.attention import Cache, KeyValueCache, LatentCache, SharedCache
 from qklab.attention.cache import StaticCache
-from qklab.attention.past import ROLLBACK
 from qklab.testing import randomise
 from qklab.testing.grid import LOOKING_BACK
 
@@ -68,7 +67,7 @@ def test_a_full_cache_refuses_and_stays_whole(name: str) -> None:
 @torch.no_grad()
 def test_crop_forgets_rejected_tokens(name: str) -> None:
     attention, x = layer(name), inputs()
-    cache = attention.new_cache(2, tokens=10)
+    cache = attention.new_cache(2, tokens=10, drafts=4)
     attention(x[:, :5], cache=cache)
     attention(torch.randn(2, 4, 16, dtype=torch.float64), cache=cache)  # a draft that is rejected
     cache.crop(5)
@@ -77,32 +76,36 @@ def test_crop_forgets_rejected_tokens(name: str) -> None:
         cache.crop(11)
 
 
-@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("what", ["looking back", "window", "both", "static"])
 @torch.no_grad()
-def test_what_is_looked_back_on_can_be_taken_back_as_far_as_a_draft_goes(static: bool) -> None:
-    """Over more tokens than the ring has room for, in chunks and one by one; further back is refused."""
-    attention, x = layer("looking back"), inputs(tokens=100)
+def test_a_cache_is_cropped_by_as_many_drafts_as_it_was_made_with(what: str) -> None:
+    """One rule for all that is kept in rings: over more tokens than they have slots, in chunks and one by one; further
+    back is refused, and so is no draft at all."""
+    window, back, drafts = {"window": WINDOW}, LOOKING_BACK, 7
+    fields = {"looking back": back, "window": window}.get(what, back | window)
+    attention, x = randomise(Attention(AttentionSpec(width=16, heads=4, **fields))), inputs(tokens=40)
     full = attention(x)
-    cache = attention.new_cache(2, 100)
-    if static:
-        cache = StaticCache(attention.spec, 2, 100, torch.float64, "cpu")
-    for chunk in x[:, :80].split([50, *[1] * 30], 1):
+    cache = attention.new_cache(2, 40, drafts=drafts)
+    if what == "static":
+        cache = StaticCache(attention.spec, 2, 40, torch.float64, "cpu", drafts)
+    for chunk in x[:, :30].split([10, *[1] * 20], 1):
         attention(chunk, cache=cache)
-    rings = [ring.tensor.clone() for ring in cache.rings]
-    with pytest.raises(ValueError, match=rf"cannot be cropped to {79 - ROLLBACK}; crop to 0 or to {80 - ROLLBACK} and"):
-        cache.crop(79 - ROLLBACK)
-    assert cache.length == 80
-    assert all(map(torch.equal, (ring.tensor for ring in cache.rings), rings))
-    for length in (70, 80 - ROLLBACK):
+    kept = [tensor.clone() for tensor in cache.owned_tensors]
+    least = 30 - drafts
+    with pytest.raises(ValueError, match=rf"crop to {least - 1}; crop to 0 or to {least} .* drafts={drafts + 1}\."):
+        cache.crop(least - 1)
+    assert cache.length == 30
+    assert all(map(torch.equal, cache.owned_tensors, kept))
+    for length in (29, least):
         cache.crop(length)
-        decoded = torch.cat([attention(token, cache=cache) for token in x[:, length : length + 3].split(1, 1)], 1)
-        torch.testing.assert_close(decoded, full[:, length : length + 3])
-        with pytest.raises(ValueError, match="cannot be cropped"):
-            cache.crop(47)
+        decoded = torch.cat([attention(token, cache=cache) for token in x[:, length:30].split(1, 1)], 1)
+        torch.testing.assert_close(decoded, full[:, length:30])
     cache.crop(0)
-    torch.testing.assert_close(attention(x[:, :40], cache=cache), full[:, :40])
-    cache.crop(9)
-    torch.testing.assert_close(attention(x[:, 9:20], cache=cache), full[:, 9:20])
+    torch.testing.assert_close(attention(x[:, :3], cache=cache), full[:, :3])
+    cache.crop(2)  # nothing has gone round yet
+    torch.testing.assert_close(attention(x[:, 2:20], cache=cache), full[:, 2:20])
+    with pytest.raises(ValueError, match="drafts must be at least 1"):
+        attention.new_cache(2, 10, drafts=0)
 
 
 @every_cache
@@ -275,13 +278,11 @@ def test_a_ring_crops_and_reorders_what_it_still_knows() -> None:
     attention(torch.randn(2, 1, 16, dtype=torch.float64), cache=cache)
     cache.crop(7)  # one draft that is rejected
     torch.testing.assert_close(attention(x[:, 7:9], cache=cache), full[:, 7:9])
-    with pytest.raises(ValueError, match=r"9 tokens that keeps the last 4 cannot be cropped to 6.*with drafts=3"):
-        cache.crop(6)
     cache.reorder(torch.tensor([1, 0, 1]))
     torch.testing.assert_close(attention(x[[1, 0, 1], 9:], cache=cache), full[[1, 0, 1], 9:])
     cache.crop(0)
     torch.testing.assert_close(attention(x[[1, 0, 1]], cache=cache), full[[1, 0, 1]])
-    cache = attention.new_cache(2, 10, drafts=3)
+    cache = attention.new_cache(2, 10, drafts=4)
     for kept, draft in ((3, 3), (5, 4), (6, 1), (7, 3)):
         attention(x[:, cache.length : kept], cache=cache)
         attention(torch.randn(2, draft, 16, dtype=torch.float64), cache=cache)

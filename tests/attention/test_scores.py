@@ -70,29 +70,6 @@ def test_the_2d_asymmetry_starts_at_the_plain_scale(free: bool) -> None:
     torch.testing.assert_close(layer.rotate.asymmetry(q, positions)[0], q)
 
 
-def test_shared_values_rotated_once_depend_on_distance_alone() -> None:
-    """o_i = Σ a_ij R_{j−i} k_j: shifting all positions changes nothing."""
-    attention = randomise(Attention(AttentionSpec(**SIZE, share="k=v")))
-    x = torch.randn(1, 5, 16, dtype=torch.float64)
-    pad = torch.zeros(1, 3, 16, dtype=torch.float64)
-    shifted = attention(torch.cat([pad, x], 1), segments=torch.tensor([[0] * 3 + [1] * 5]))[:, 3:]
-    torch.testing.assert_close(shifted, attention(x))
-    # and without restarting positions: moved by hand
-    positions, visibility = attention.locate(x)
-    moved, _ = attention.locate(torch.cat([pad, x], 1))
-    assert moved.angles is not None
-    far = positions._replace(angles=(moved.angles[0][:, 3:], moved.angles[1][:, 3:]))
-    torch.testing.assert_close(attention(x, positions=far, visibility=visibility), attention(x))
-
-
-def test_the_two_routes_of_a_shared_value_are_different_models() -> None:
-    once, read = (randomise(Attention(AttentionSpec(**SIZE, share="k=v", kv_rotation=r))) for r in ("once", "on-read"))
-    read.load_state_dict(once.state_dict())
-    x = torch.randn(1, 5, 16, dtype=torch.float64)
-    torch.testing.assert_close(once(x)[:, 0], read(x)[:, 0])  # the first token sees only itself: no distance
-    assert not torch.allclose(once(x)[:, 1:], read(x)[:, 1:])
-
-
 def test_absorbed_and_expanded_latents_agree() -> None:
     latent = LatentSpec(query_rank=10, kv_rank=6, rope_width=4)
     attention = randomise(Attention(AttentionSpec(**SIZE, latent=latent)))

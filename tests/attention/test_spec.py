@@ -5,7 +5,6 @@ import pickle
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -186,13 +185,6 @@ def test_names() -> None:
     assert AttentionSpec(width=512, heads=8, kv_heads=1, mix="differential-v2", norm="qk").name == (
         "(Q,K,V) · mqa · qk-norm · diff-v2"
     )
-
-
-@pytest.mark.parametrize(("kv_heads", "reduction"), [(16, 50.0), (4, 87.5), (1, 96.875)])
-def test_cache_reductions(kv_heads: int, reduction: float) -> None:
-    plain = AttentionSpec(width=1024, heads=16).cache_bytes(32_768, torch.bfloat16)
-    shared = AttentionSpec(width=1024, heads=16, kv_heads=kv_heads, share="k=v").cache_bytes(32_768, torch.bfloat16)
-    assert 100 * (1 - shared / plain) == reduction
 
 
 ODD = [2**70, -1, "q=k", "k=v", "rope", "differential", "affine", {"kind": "euler"}, {"rope_width": 3}]

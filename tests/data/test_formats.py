@@ -57,6 +57,12 @@ def test_a_long_document_goes_on_as_a_new_one(tmp_path: Path, monkeypatch: pytes
         assert found[0].endswith("\n")
 
 
+def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").mkdir()
+    with pytest.raises(DataError, match=r"a\.txt cannot be read: Is a directory\."):
+        documents(tmp_path / "a.txt")
+
+
 def test_bad_utf8_is_named_with_its_offset(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"\xef\xbb\xbffine\n<|endoftext|>\nabc\xffdef\n")

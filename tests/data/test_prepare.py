@@ -16,8 +16,6 @@ from qklab.data import Corpus, DataError, DataSpec, Split, prepare_corpus, shard
 from qklab.data import prepare as preparing
 from qklab.data.sources import find_source
 
-SHARED = os.environ.get("QKLAB_DATA")
-
 
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,12 +246,3 @@ def test_gpt2_is_looked_for_and_its_absence_told(folder: Path, tmp_path: Path, m
     for tokenizer, where in (("gpt2", "in no folder, because"), (f"gpt2:{tmp_path}", str(tmp_path))):
         with pytest.raises(DataError, match=f"were looked for in.*{where}|were looked for {where}"):
             prepare_corpus(spec_of(folder, tokenizer=tokenizer), out=tmp_path / "out")
-
-
-@pytest.mark.skipif(not SHARED, reason="QKLAB_DATA is not set")
-def test_a_piece_of_wikipedia_with_gpt2(tmp_path: Path) -> None:
-    spec = DataSpec(source="wikipedia", tokenizer="gpt2", limit_bytes=500_000)
-    corpus = prepare_corpus(spec, out=tmp_path / "out", workers=2)
-    assert corpus.tokenizer.vocab == 50257
-    assert 430_000 < corpus.splits["valid"].tokens < 440_000
-    assert read_texts(corpus, "valid")[0].startswith("= Alan Garner =")

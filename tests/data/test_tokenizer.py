@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from qklab.data import DataError, Tokenizer
 from qklab.data import tokenizer as subject
-from qklab.data.tokenizer import ChunkCache, build_bpe, train_bpe
+from qklab.data.tokenizer import ChunkCache, build_bpe, byte_of_character, train_bpe
 
 SHARED = os.environ.get("QKLAB_DATA")
 # "\x1c" and "\x1f" are white space to Python but not to GPT-2's pattern, so that tokens are learnt across them
@@ -120,6 +120,21 @@ def test_gpt2() -> None:
     assert tokenizer.dtype == np.uint16
     whole = build_bpe(tokenizer.definition).encode(TEXT, add_special_tokens=False).ids
     assert tokenizer.encode([TEXT])[0].tolist() == whole
+
+
+def test_gpt2s_files_are_read_without_their_first_line(tmp_path: Path) -> None:
+    """Files of its form in which two words have their own numbers."""
+    pieces = {"Hello": ["H", "e", "l", "l", "o"], "Ġworld": ["Ġ", "w", "o", "r", "l", "d"]}
+    merges = [("".join(word[:i]), word[i]) for word in pieces.values() for i in range(1, len(word))]
+    numbers = {"Hello": 15496, "Ġworld": 995, "<|endoftext|>": 50256}
+    free = iter(sorted(set(range(50256)) - set(numbers.values())))
+    for token in [*byte_of_character(), *(left + right for left, right in merges)]:
+        if token not in numbers:
+            numbers[token] = next(free)
+    numbers |= {f"filler{number}": number for number in free}
+    (tmp_path / "encoder.json").write_text(json.dumps(numbers))
+    (tmp_path / "vocab.bpe").write_text("#version: 0.2\n" + "".join(f"{left} {right}\n" for left, right in merges))
+    assert Tokenizer.gpt2(tmp_path).decode([15496, 995]) == "Hello world"
 
 
 def test_files_that_are_not_gpt2s_are_refused(tmp_path: Path) -> None:

@@ -65,15 +65,6 @@ def test_it_owns_what_the_spec_promises(kind: str, small: Small, ids: torch.Tens
     assert (static.is_compileable, growing.is_compileable) == (True, False)
 
 
-@torch.no_grad()
-def test_a_shared_tensor_halves_the_bytes(small: Small, ids: torch.Tensor) -> None:
-    owned = []
-    for kind in ("(Q,K,V)", "(Q,K=V)"):
-        out = small(kind).generate(ids, max_new_tokens=6, return_dict_in_generate=True, cache_implementation="static")
-        owned.append(count_cache_bytes(out.past_key_values))
-    assert owned[0] == 2 * owned[1] > 0
-
-
 @every_kind
 @torch.no_grad()
 def test_rows_and_tokens_are_taken_back_and_repeated(

@@ -310,6 +310,7 @@ def test_a_run_is_scored_as_it_was_trained_and_as_its_export_is(data: Path, tmp_
         ("FOLDER --tasks local-piqa --data DATA --out nowhere/x.json", "there is no folder nowhere"),
         ("FOLDER --tasks local-broken --data BAD", "line 2 of .*broken.jsonl is no JSON"),
         ("FOLDER --tasks local-gold --data BAD", "line 1 of .*gold.jsonl has no usable 'gold'"),
+        ("FOLDER --tasks local-single --data BAD", "line 1 of .*single.jsonl has no usable 'choices'"),
         ("FOLDER --tasks local-other --data BAD", "of no known kind"),
         ("FOLDER --tasks local-empty --data BAD", "it is empty"),
         ("FOLDER --tasks local-pubmedqa --data BAD", "is 'perhaps', but it must be one of yes, no, maybe"),
@@ -325,6 +326,7 @@ def test_bad_input_ends_in_one_sentence(
     with (bad / "broken.jsonl").open("a") as file:
         file.write("{")
     write(bad / "gold.jsonl", [choice("a", ["b", "c"], 2)])
+    write(bad / "single.jsonl", [choice("a", ["b"], 0)])
     write(bad / "other.jsonl", [{"question": "a"}])
     write(bad / "empty.jsonl", [])
     write(bad / "pubmed_qa_labeled.jsonl", [{"context": "a", "continuation": "perhaps"}])

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from qklab.optim import LogitControl, Rows, layer_roles
+from qklab.optim import LogitControl, layer_roles
 
 EPS = torch.finfo(torch.float64).eps
 Bare = Callable[[list[nn.Parameter], "Case"], torch.optim.Optimizer]
@@ -261,33 +261,7 @@ def under_muon() -> None:
     muon_keeps_the_bound()
     bare_muon_breaks_the_bound()
     breaks_the_bound_when_bare(USUAL, muon, None, growth=20.0)
-    fused_and_separate_weights_have_the_same_factors()
     print("done")
-
-
-def fused_and_separate_weights_have_the_same_factors() -> None:
-    parts = Attention(USUAL)
-    fused = nn.Parameter(torch.cat([w.detach() for w in parts.weights]))
-    q, k = (Rows(fused, torch.arange(16 * i, 16 * i + 16).view(2, 8)) for i in range(2))
-    one = LogitControl(muon([fused], USUAL), {"layer": layer_roles(query=q, key=k, heads=2)})
-    two = parts.control(muon(parts.weights, USUAL))
-    for step in range(3):
-        growth = torch.tensor([0.1, 5.0, 2.0 + step, 0.7]).repeat_interleave(8)[:, None]
-        with torch.no_grad():
-            for w, size in zip(parts.weights, growth.chunk(2), strict=True):
-                w.mul_(size)
-            fused.copy_(torch.cat([w.detach() for w in parts.weights]))
-        for w in parts.weights:
-            w.grad = parts.draw(tuple(w.shape))
-        fused.grad = torch.cat([w.grad for w in parts.weights if w.grad is not None])
-        one.step()
-        two.step()
-        for symbol, factor in two.factors()["layer"].items():
-            assert (factor != 1).all()
-            assert torch.equal(one.factors()["layer"][symbol], factor)
-        assert not torch.equal(
-            fused, torch.cat([w.detach() for w in parts.weights])
-        )  # it orthogonalises what it is given as one
 
 
 def test_muon_keeps_and_breaks_the_bound_as_adamw_does(tmp_path: Path) -> None:

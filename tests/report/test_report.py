@@ -22,7 +22,7 @@ from qklab.report import build_report
 from qklab.report import maps as maps_module
 from qklab.report import page as page_module
 from qklab.report.build import render_report
-from qklab.report.data import combine_values, gather_data, thin_losses
+from qklab.report.data import combine_values, downsample_losses, gather_data, read_probes
 from qklab.report.folders import name_arms
 from qklab.report.maps import MapCache
 from qklab.report.page import embed_json, pack_maps
@@ -100,7 +100,7 @@ def test_verdicts_and_curves_are_those_of_the_statistics(group: dict[str, Any]) 
         assert learning[axis]["n"] == 3
         assert all(a < b < c for a, b, c in zip(*(learning[axis][k] for k in ("low", "mean", "high")), strict=True))
     assert learning["tokens"]["mean"][-1] == pytest.approx(arm(group, "k=v")["verdict"]["paired"]["mean"], abs=1e-5)
-    assert "tokens" in learning["efficiency"]
+    assert "the baseline takes 0.834 × the arm's tokens" in learning["efficiency"]  # of time, a tenth less
 
 
 def test_settings_are_told_once_and_those_that_differ_by_arm(group: dict[str, Any]) -> None:
@@ -112,14 +112,22 @@ def test_settings_are_told_once_and_those_that_differ_by_arm(group: dict[str, An
 
 def test_losses_are_thinned_and_probes_combined_as_each_quantity_asks() -> None:
     records = [{"tokens": i, "loss": float(i), "time": {"seconds": i / 10}} for i in range(1, 1001)]
-    found = thin_losses(records)
+    found = downsample_losses(records)
     assert len(found["loss"]) == len(found["tokens"]) == len(found["seconds"]) == 200
     assert found["tokens"][-1] == 1000
     assert found["loss"] == [5.0 * k + 3 for k in range(200)]
-    assert thin_losses(records[:3])["loss"] == [1.0, 2.0, 3.0]
-    assert thin_losses([{"tokens": 1, "loss": "nan", "time": {"seconds": 0}}])["loss"] == [None]
+    assert downsample_losses(records[:3])["loss"] == [1.0, 2.0, 3.0]
+    assert downsample_losses([{"tokens": 1, "loss": "nan", "time": {"seconds": 0}}])["loss"] == [None]
     assert [combine_values([1.0, 7.0, None], how) for how in ("mean", "largest", "rms")] == [4.0, 7.0, 5.0]
     assert combine_values([None], "largest") is None
+
+
+def test_of_many_probes_a_dozen_are_shown_from_the_first_to_the_last(tmp_path: Path) -> None:
+    for step in range(1, 24):
+        (tmp_path / f"step-{step:010d}.json").write_text(json.dumps({"step": step, "layers": {}}))
+    found = read_probes(tmp_path, {23: (7, None)})
+    assert found is not None
+    assert (found["step"], found["tokens"][-1]) == (list(range(1, 24, 2)), 7)
 
 
 def test_one_seed_is_an_anecdote_without_an_interval(tmp_path: Path) -> None:
@@ -246,13 +254,15 @@ def test_a_checkpoint_is_read_once_and_what_cannot_be_read_is_told(
 
     monkeypatch.setattr(maps_module, "read_attention", read)
     cache = MapCache()
+    cache.packed[tmp_path / "other", "step-1"] = {}
     assert cache.read_arms({"a": None})["a"]["why"] == "no run of this arm has begun."
     (tmp_path / "checkpoints" / "step-1").mkdir(parents=True)
     assert cache.read_run(tmp_path) == cache.read_run(tmp_path)
     assert seen == ["", maps_module.TEXT]
     (tmp_path / "checkpoints" / "step-2").mkdir()
     cache.read_run(tmp_path)
-    assert (len(seen), len(cache.packed)) == (3, 1)
+    assert len(seen) == 3
+    assert list(cache.packed) == [(tmp_path / "other", "step-1"), (tmp_path, "step-2")]  # of each the newest
 
     def refuse(run: Path, text: str) -> dict[str, Any]:
         raise RunError("damaged." if not text else "damaged too.")

@@ -140,17 +140,6 @@ def test_a_killed_writer_leaves_nothing_for_long(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_lock_is_held_once_and_names_its_holder(tmp_path: Path) -> None:
-    first = files.lock_file(tmp_path / "lock")
-    assert first is not None
-    assert (tmp_path / "lock").read_text() == f"{os.getpid()}\n"
-    assert files.lock_file(tmp_path / "lock") is None
-    os.close(first)
-    second = files.lock_file(tmp_path / "lock")
-    assert second is not None
-    os.close(second)
-
-
 def test_lines_are_appended_whole(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_text("cut sho")

@@ -107,6 +107,7 @@ def test_directories_that_are_none(tmp_path: Path) -> None:
 def test_the_environment_names_versions_and_commit() -> None:
     described = describe_environment({"kind": "cpu"})
     assert described["packages"]["torch"]
+    assert described["processor"]
     assert json.dumps(described)
 
 

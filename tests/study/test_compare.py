@@ -12,6 +12,7 @@ import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -452,13 +453,18 @@ def test_text_as_it_comes_gets_an_answer(
     assert "that of a unigram model" in out
     (command,) = re.findall(r"^Run: qklab (.*)$", out, re.MULTILINE)
 
-    class Refusing(InProcess):
-        def submit(self, unit: Any) -> None:
-            raise StudyError("it would begin now.")
+    left: list[float] = []
 
-    monkeypatch.setattr("qklab.study.executors.local.LocalExecutor", lambda device, at_once, say: Refusing())
+    def refuse(*_: Any, extend_minutes: float, **__: Any) -> None:
+        left.append(extend_minutes)
+        raise StudyError("it would begin now.")
+
+    monkeypatch.setattr("qklab.study.execute.Study", refuse)
+    clock = iter((0.0, 30.0))
+    monkeypatch.setattr("qklab.cli.compare.time", SimpleNamespace(monotonic=lambda: next(clock)))
     code, _, err = called(capsys, *shlex.split(command))  # what the answer proposes is accepted
     assert (code, "it would begin now" in err) == (2, True)
+    assert left == [pytest.approx(compare.OVERTIME * 0.001 - 0.5)]  # half a minute was needed to plan it
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from small_study import InProcess
 from qklab import register
 from qklab.cli.study import StudyCommand
 from qklab.schema import SpecError
+from qklab.study import execute
 from qklab.study.across import AcrossFindings, compare_across
 from qklab.study.answer import write_across
 from qklab.study.compare import ComparisonRequest, plan_sizes
@@ -71,6 +73,7 @@ def test_names_of_the_ladder_bring_their_settings_and_learning_rates() -> None:
         ({"sizes": ["nano", "micro"], "base": {}}, "sizes nano and micro have different tokenizers (vocab=4,096 and"),
         ({"sizes": ["nano", "micro"], "base": {}}, "set metric='bits_per_byte', or one corpus.vocab"),
         ({"sizes": ["nano", "nano"]}, "must have different names"),
+        ({"sizes": [{**SIZES[0], "name": "a/b"}]}, "must have different names of letters, digits"),
         ({"sizes": ["nan"]}, "there is no size 'nan' (did you mean 'nano'?)"),
         ({"sizes": [{"model": {}}]}, "must be a list of sizes, each a name or a table with one"),
         ({"sizes": [{"name": "x", "model": {"layers": 0}}]}, "size x: arm standard: model: layers must be a whole"),
@@ -165,6 +168,7 @@ def test_effects_trend_and_speed_up_over_sizes() -> None:
     assert [each.size for each in arm.speed_ups] == ["small", "middle", "large"]
     ratio, low, high = arm.speed_ups[0].flops
     assert 1 < low < ratio < (high or 0)
+    assert f"at small {ratio:.3g} × ({low:.3g} to {high:.3g}) in FLOPs" in arm.sentences[-1]
     assert arm.speed_ups[0].seconds[0] < ratio  # k=v trains more slowly here
     text = write_across(found)
     assert "an extrapolation, of a straight line, beyond every size that was run." in text
@@ -271,7 +275,17 @@ def test_a_study_of_two_sizes_from_its_file(
     assert all(len([*find_size_folder(out, size).glob("runs/*/*/*/summary.json")]) == 4 for size in ("one", "two"))
     assert "two, one" in (out / "report.html").read_text(encoding="utf-8")
     assert [len(executor.units) for executor in made] == [4, 4]
-    assert StudyCommand(file, out=str(out)).execute() == 0
+    minutes, begin = list[float](), execute.Study.__init__
+
+    def note(self: Any, *given: Any, **settings: Any) -> None:
+        minutes.append(settings["minutes"])
+        begin(self, *given, **settings)
+
+    monkeypatch.setattr(execute.Study, "__init__", note)
+    clock = iter((0.0, 30.0, 150.0))  # after half a minute the first size begins, and two minutes later the second
+    monkeypatch.setattr("qklab.cli.study.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    assert StudyCommand(file, out=str(out), minutes=5.0).execute() == 0
+    assert minutes == [4.5, 2.5]  # of one budget
     assert [len(executor.units) for executor in made[2:]] == [0, 0]  # nothing is done twice
     file.write_text("\n".join(lines).replace("width = 16", "width = 24"))
     with pytest.raises(StudyError, match="holds a study that began with base"):

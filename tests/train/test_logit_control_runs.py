@@ -109,17 +109,6 @@ def equal_weights(one: Path, other: Path) -> bool:
     return all(torch.equal(a, b) for a, b in zip(read_weights(one), read_weights(other), strict=True))
 
 
-def test_methods_train_differently_and_none_is_the_bare_optimiser(settings: Settings, tmp_path: Path) -> None:
-    variants = {"default": {}, "none": {"logit_control": {"method": "none"}}}
-    variants |= {name: METHODS[name] for name in ("quack", "fixed", "qk-clip")}
-    variants["fixed at 1"] = {"logit_control": {"method": "fixed", "tau": 1.0}}
-    for name, change in variants.items():
-        spec, execution = settings(optimiser={"lr": 0.03}, budget={"tokens": 8 * 48 * 4}, **change)
-        train(spec, tmp_path / name, execution)
-        equal = equal_weights(tmp_path / name, tmp_path / "default")
-        assert equal == (name in ("default", "none", "fixed at 1"))
-
-
 def test_only_training_passes_count_for_qk_clip(settings: Settings, tmp_path: Path) -> None:
     """Evaluations and probes see other text, whose logits must not clip anything."""
     for name, evaluation in {"many": {"times": 12, "probes": 12}, "none": {"times": 0, "probes": 0}}.items():

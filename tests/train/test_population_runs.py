@@ -53,6 +53,14 @@ def note_groups(patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return groups
 
 
+def train_together_until(step: int, specs: Sequence[RunSpec], folders: Sequence[Path], execution: ExecutionSpec) -> Any:
+    """Train a population up to a step, where someone asks to stop; how its runs ended."""
+    plain = Loop.should_stop
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loop, "should_stop", lambda self, stop: plain(self, stop) or self.state.step == step)
+        return train_population(specs, folders, execution)
+
+
 @pytest.fixture(scope="module")
 def whole(corpus_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """A population trained in one go; not to be changed."""
@@ -86,13 +94,10 @@ def test_each_member_is_the_run_it_would_be_alone(settings: Settings, whole: lis
 
 
 def test_a_population_that_was_stopped_goes_on_together_or_alone(
-    settings: Settings, whole: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: Settings, whole: list[Path], tmp_path: Path
 ) -> None:
     specs, execution = members(settings)
-    plain = Loop.should_stop
-    with monkeypatch.context() as patch:
-        patch.setattr(Loop, "should_stop", lambda self, stop: plain(self, stop) or self.state.step == 7)
-        outcomes = train_population(specs, places(tmp_path), execution)
+    outcomes = train_together_until(7, specs, places(tmp_path), execution)
     assert [outcome.status for outcome in outcomes] == ["interrupted"] * 3
     shutil.copytree(tmp_path, tmp_path.with_name("apart"))
     train_population(specs, places(tmp_path), execution)
@@ -173,10 +178,7 @@ def test_a_damaged_checkpoint_costs_its_own_member_alone(
     settings: Settings, whole: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     specs, execution = members(settings, execution={"checkpoint_steps": 3, "keep": 3})
-    plain = Loop.should_stop
-    with monkeypatch.context() as patch:
-        patch.setattr(Loop, "should_stop", lambda self, stop: plain(self, stop) or self.state.step == 9)
-        train_population(specs, places(tmp_path), execution)
+    train_together_until(9, specs, places(tmp_path), execution)
     newest = max((places(tmp_path)[1] / "checkpoints").glob("step-*"))
     for file in newest.glob("*.safetensors"):
         file.write_bytes(file.read_bytes()[:-8] + b"damaged!")
@@ -193,10 +195,7 @@ def test_a_run_that_never_began_sets_nobody_back(
     settings: Settings, whole: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     specs, execution = members(settings)
-    plain = Loop.should_stop
-    with monkeypatch.context() as patch:
-        patch.setattr(Loop, "should_stop", lambda self, stop: plain(self, stop) or self.state.step == 3)
-        train_population(specs[:2], places(tmp_path)[:2], execution)
+    train_together_until(3, specs[:2], places(tmp_path)[:2], execution)
     began = note_groups(monkeypatch)
     train_population(specs, places(tmp_path), execution)
     assert began == [(2, 3), (1, 0)]

@@ -79,17 +79,6 @@ def test_changes_are_against_the_previous_call(name: str) -> None:
     assert not any(flat(probe.measure(decoder)["logit_change"]))
 
 
-def test_a_change_has_the_size_of_what_changed() -> None:
-    decoder, probe = model("standard"), Probe(tokens())
-    before = probe.measure(decoder)
-    with torch.no_grad():
-        decoder.attention(1).get_submodule("project.query").get_parameter("weight").mul_(3)
-    after = probe.measure(decoder)
-    assert after["largest_logit_change"][1] == pytest.approx([2 * logit for logit in before["largest_logit"][1]], 1e-4)
-    assert after["logit_change"][0] == [0.0] * 4
-    assert after["query_norm"][1] == pytest.approx([3 * norm for norm in before["query_norm"][1]], 1e-4)
-
-
 @pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["whole", "packed"])
 @every_model
 def test_interrupted_equals_uninterrupted(name: str, segments: Tensor | None, tmp_path: Path) -> None:
@@ -132,17 +121,6 @@ def test_states_and_models_that_do_not_fit_are_refused() -> None:
         probe.measure(model("MLA"))
     with pytest.raises(ValueError, match="ids must be a tensor of whole numbers"):
         Probe(torch.zeros(2, 3))
-
-
-def test_a_diverged_model_is_recorded() -> None:
-    decoder, probe = model("standard"), Probe(tokens())
-    probe.measure(decoder)
-    with torch.no_grad():
-        decoder.embed.weight.fill_(math.nan)
-    record = probe.measure(decoder)
-    json.dumps(record, allow_nan=False)
-    assert record["entropy"] == record["logit_change"] == record["effective_rank"] == [[None] * 4] * 2
-    assert None not in record["query_norm"][0]
 
 
 @pytest.mark.parametrize("name", ["(Q,K=V) leapfrog gqa", "MLA"])

@@ -67,19 +67,10 @@ def test_accuracy_is_what_the_model_gets_right_where_it_is_asked(
     assert len(curve) == 2
 
 
-def test_padding_and_prompt_give_no_gradient() -> None:
-    """What stands where nothing is asked may be anything."""
-    from qklab.model import Decoder
-    from qklab.train.objective import Objective
-
-    spec, _ = task(f"task:copy?length=12&{SMALL}")
-    objective = Objective(Decoder(spec.model, seed=0))
-    ids = torch.randint(10, (2, 12))
-    targets = torch.full((2, 12), IGNORED)
-    targets[:, 5] = 3
-    assert objective(ids, targets)[0].item() == pytest.approx(
-        torch.nn.functional.cross_entropy(objective.decoder(ids)[:, 5], targets[:, 5]).item(), rel=1e-5
-    )
+def test_a_models_vocabulary_has_the_end_of_text_beside_the_tasks_symbols() -> None:
+    """Where both together just pass the multiple of 64 that it is rounded up to."""
+    vocabularies = [task(f"task:mqar?pairs=3&length=12&keys=40&values={values}")[0].model.vocab for values in (22, 23)]
+    assert vocabularies == [64, 128]  # of 63 and 64 symbols
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["task", "masked text"])

@@ -4,9 +4,10 @@ A cache starts with room for `tokens` tokens. Filled beyond that it grows, over-
 (`spare_bytes` says by how much), or with `grow=False` refuses before anything is written. A `StaticCache` never moves:
 its length is a tensor, so that one compiled graph serves every step.
 
-Where attention sees a window of W tokens no more than W are kept: token p stands in slot p mod W. A single new token
-reads this ring as it lies; several at once are read behind the last W − 1 before them, put in order. A ring of W can
-take one token back; one with room for `drafts` more can take so many more.
+What only the last n tokens matter for is kept in a ring of n + `drafts` slots, token p in slot p modulo that many: n is
+W − 1 for keys and values that are seen through a window of W tokens, and what `token_rings` says for what is looked
+back on. A filled ring can so be cropped by `drafts` tokens, one unless more are asked for, and by no more. A single new
+token reads a window's ring as it lies; several at once are read behind the last W − 1 before them, put in order.
 
 Caches are for inference: decode under `torch.no_grad()`. With gradients on, the first chunk backpropagates as a full
 forward does; once later tokens are written beside it torch refuses to, rather than give a wrong gradient.
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from qklab.attention.past import ROLLBACK, TokenRing
+from qklab.attention.past import TokenRing
 
 if TYPE_CHECKING:
     from qklab.attention.spec import AttentionSpec
@@ -52,7 +53,7 @@ class Cache:
         device: torch.device | str,
         grow: bool = True,
         left_padding: Tensor | None = None,
-        drafts: int = 0,
+        drafts: int = 1,
     ):
         if batch < 1 or tokens < 0:
             raise ValueError(f"a cache needs batch ≥ 1 and tokens ≥ 0, but batch={batch} and tokens={tokens} came.")
@@ -60,14 +61,16 @@ class Cache:
             raise ValueError("only causal attention can be cached, but the spec says causal=False.")
         if not dtype.is_floating_point:
             raise ValueError(f"a cache holds floating-point numbers, but dtype={dtype} came.")
+        if drafts < 1:
+            raise ValueError(f"drafts must be at least 1, but drafts={drafts} came.")
         heads = self.heads(spec)
-        self.window = spec.window
-        self.ring_size = None if spec.window is None else spec.window + drafts  # slots, once there are that many tokens
+        self.window, self.drafts = spec.window, drafts
+        self.ring_size = None if spec.window is None else spec.window - 1 + drafts  # slots, once they are filled
         tokens = self.keep(tokens)
         self.tensors = [
             torch.zeros(batch, tokens, heads, width // heads, dtype=dtype, device=device) for width in self.widths(spec)
         ]
-        self.rings = [TokenRing(batch, tokens, entries, dtype, device) for tokens, entries in spec.token_rings]
+        self.rings = [TokenRing(batch, back, drafts, entries, dtype, device) for back, entries in spec.token_rings]
         self._length = 0
         self._farthest: int | Tensor = 0  # the most tokens there were, which is where the rings begin to forget
         self.grow = grow
@@ -116,7 +119,8 @@ class Cache:
         """Bytes owned but not filled, or filled with what is only kept for drafts."""
         filled = sum(tensor.untyped_storage().nbytes() for tensor in self.tensors)
         needed = self.length if self.window is None else min(self.length, self.window)
-        return filled * (self.capacity - needed) // max(self.capacity, 1)
+        drafts = sum(ring.tensor[:, 1 : self.drafts].nbytes for ring in self.rings)
+        return filled * (self.capacity - needed) // max(self.capacity, 1) + drafts
 
     def append(self, *new: Tensor) -> list[Tensor]:
         """Remember new tokens [B, T, heads, width] and return all that they may see [B, S, heads, width]: everything
@@ -223,22 +227,15 @@ class Cache:
         if not 0 <= length <= self.length:
             raise ValueError(f"a cache of {self.length} tokens cannot be cropped to {length}.")
         farthest = int(self._farthest)
-        if self.rings and 0 < length < farthest - ROLLBACK:
-            raise ValueError(
-                f"this layer looks back, and its cache keeps what that needs for {ROLLBACK} tokens, so it cannot be "
-                f"cropped to {length}; crop to 0 or to {farthest - ROLLBACK} and more."
-            )
-        if self.window is not None and self.ring_size is not None and farthest > self.ring_size:
-            self.check_kept(length, farthest - self.ring_size + self.window - 1)
-        self.length = length
-
-    def check_kept(self, length: int, least: int) -> None:
-        """Raise where after a crop to `length` the next token would see what a ring has overwritten."""
+        rings = [ring.tensor.shape[1] for ring in self.rings]
+        rings += [] if self.ring_size is None else [self.ring_size]
+        least = farthest - self.drafts if farthest > min(rings, default=farthest) else 0
         if 0 < length < least:
             raise ValueError(
-                f"a cache of {self.length} tokens that keeps the last {self.capacity} cannot be cropped to {length}, "
-                f"since what the next token would see is overwritten; make it with drafts={self.length - length}."
+                f"this cache has overwritten what the next token would need after a crop to {length}; crop to 0 or to "
+                f"{least} and more, or make it with drafts={farthest - length}."
             )
+        self.length = length
 
     def reorder(self, rows: Tensor) -> None:
         """Row i becomes what row rows[i] was (beam search); rows may repeat and their number may differ."""
@@ -296,8 +293,16 @@ class StaticCache(Cache):
     masked. What lies beyond the capacity is not noticed in a compiled graph: the caller makes the room large enough.
     """
 
-    def __init__(self, spec: AttentionSpec, batch: int, tokens: int, dtype: torch.dtype, device: torch.device | str):
-        super().__init__(spec, batch, tokens, dtype, device, grow=False)
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        batch: int,
+        tokens: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        drafts: int = 1,
+    ):
+        super().__init__(spec, batch, tokens, dtype, device, grow=False, drafts=drafts)
         self.filled = torch.zeros((), dtype=torch.long, device=device)
         self.left_padding: Tensor | None = torch.zeros(batch, dtype=torch.long, device=device)
         self.fresh = True

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class Coupling(nn.Module):
     """A map (q, k) → (q⁺, k⁺), n steps with shared parameters.
 
-    Leaves that `qklab.ops.coupling` knows name their `kind` and `networks`; any other defines `flow`. An inverse is
-    `unflow`.
+    Leaves that `qklab.ops.coupling` knows name their `kind` and `networks`; any other defines `flow`. Its inverse is
+    `inverse_flow`.
     """
 
     kind: ClassVar[str | None] = None
@@ -105,7 +105,7 @@ class Coupling(nn.Module):
     def inverse(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """The (q, k) that `forward` maps to these, exact up to rounding times the map's condition number."""
         self.check_invertible("closed-form inverse")
-        q, k = self.unflow(q.unflatten(2, (self.kv_heads, -1)), k.unsqueeze(3))
+        q, k = self.inverse_flow(q.unflatten(2, (self.kv_heads, -1)), k.unsqueeze(3))
         return q.flatten(2, 3), k.squeeze(3)
 
     def log_det(self, q: Tensor, k: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ class Coupling(nn.Module):
             known = ", ".join(list_invertible())
             raise ValueError(f"{type(self).__name__} has no {what}; use one of {known}.")
 
-    def unflow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def inverse_flow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
     def flow_log_det(self, q: Tensor, k: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ class Coupling(nn.Module):
         raise NotImplementedError
 
 
-class Forced(Coupling):
+class ForcedCoupling(Coupling):
     """Coupling through one force f, evaluated on q̄."""
 
     forces = tuple(FORCES)
@@ -187,7 +187,7 @@ class Forced(Coupling):
 
 
 @register.coupling("euler")
-class Euler(Forced):
+class Euler(ForcedCoupling):
     """q⁺ = q + δ k ; k⁺ = k + δ f(q), the old q in both."""
 
     kind = "euler"
@@ -195,14 +195,14 @@ class Euler(Forced):
 
 
 @register.coupling("symplectic-euler")
-class SymplecticEuler(Forced):
+class SymplecticEuler(ForcedCoupling):
     """k⁺ = k + δ f(q) ; q⁺ = q + δ k⁺. Two shears: invertible, det J = 1."""
 
     invertible = True
     kind = "symplectic-euler"
     formula = "k⁺ = k + δ f(q) ; q⁺ = q + δ k⁺"
 
-    def unflow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def inverse_flow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         for _ in range(self.steps):
             q = q - self.drift(k)
             k = k - self.kick(q)
@@ -210,14 +210,14 @@ class SymplecticEuler(Forced):
 
 
 @register.coupling("leapfrog")
-class Leapfrog(Forced):
+class Leapfrog(ForcedCoupling):
     """k½ = k + δ/2 f(q) ; q⁺ = q + δ k½ ; k⁺ = k½ + δ/2 f(q⁺). Neighbouring half kicks share one evaluation of f."""
 
     invertible = True
     kind = "leapfrog"
     formula = "k½ = k + δ/2 f(q) ; q⁺ = q + δ k½ ; k⁺ = k½ + δ/2 f(q⁺)"
 
-    def unflow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def inverse_flow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Leapfrog run backwards in time is its own inverse."""
         k = k - self.kick(q, 0.5)
         for step in range(self.steps):
@@ -266,7 +266,7 @@ class Affine(Coupling):
         """The log scale s(u) and the shift t(u)."""
         return scale_and_shift(network, u, self.scale_limit, u.dtype)
 
-    def unflow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def inverse_flow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         of_query, of_key = self.networks()
         for _ in range(self.steps):
             scale, shift = self.stretch(of_key, group_mean(q))
@@ -347,7 +347,7 @@ class Linear(Coupling):
     def networks(self) -> tuple[Network, ...]:
         return (Network(self.matrix),)
 
-    def unflow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def inverse_flow(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         for _ in range(self.steps):
             q = q - self.drift(k)
             k = k - self.kick(q)

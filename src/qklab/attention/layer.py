@@ -14,7 +14,7 @@ from qklab.attention.look_back import KeyShift, LookbackCoupling, ShortConvoluti
 from qklab.attention.mix import KeyValue
 from qklab.attention.past import Past
 from qklab.attention.positions import Positions, find_positions, find_slots
-from qklab.attention.project import Latent, Projected, Projection
+from qklab.attention.project import Latent, ProjectedTensors, Projection
 from qklab.attention.spec import AttentionSpec
 from qklab.attention.visibility import Visibility, find_visibility
 from qklab.ops.norm import rms_norm
@@ -126,7 +126,7 @@ class Attention(nn.Module):
     def make(self) -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
         return self.make_both if self.spec.makes_both_on_reading else None
 
-    def couple_latents(self, project: Latent, x: Tensor) -> Projected:
+    def couple_latents(self, project: Latent, x: Tensor) -> ProjectedTensors:
         """Stages 1 and 2 of MLA: it is the latents that are coupled, before heads are made of them."""
         c_q, c = project.compress(x)
         if self.recorder is not None:
@@ -167,12 +167,12 @@ class Attention(nn.Module):
         *,
         grow: bool = True,
         left_padding: Tensor | None = None,
-        drafts: int = 0,
+        drafts: int = 1,
     ) -> Cache:
         """An empty cache with room for `tokens` tokens, in the layer's own precision unless `dtype` says otherwise.
 
         `left_padding` [batch] says how many leading tokens of each row are padding; `drafts`, how many tokens `crop`
-        will take back at a time where a window would have forgotten what came before them.
+        will take back where only the last ones are kept: behind a window, and of what is looked back on.
         """
         options: dict[str, Any] = {"grow": grow, "left_padding": left_padding, "drafts": drafts}
         weight = self.output.weight

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-ROLLBACK = 32  # tokens that a cache can take back of what is looked back on: as many as a draft has
-
 
 class Past:
     """The tokens before each of T new ones. A text sees nothing of the one packed before it, nor of its padding.
@@ -37,12 +35,14 @@ class Past:
 class TokenRing:
     """The last tokens of something that is looked back on, each at its slot modulo the length of `tensor`.
 
-    It has room for `tokens` and for ROLLBACK more, so that a cache can be cropped by as many.
+    It has room for `tokens` and for `drafts` more, so that a cache can be cropped by as many.
     """
 
-    def __init__(self, batch: int, tokens: int, entries: int, dtype: torch.dtype, device: torch.device | str):
+    def __init__(
+        self, batch: int, tokens: int, drafts: int, entries: int, dtype: torch.dtype, device: torch.device | str
+    ):
         self.tokens = tokens
-        self.tensor = torch.zeros(batch, tokens + ROLLBACK, entries, dtype=dtype, device=device)
+        self.tensor = torch.zeros(batch, tokens + drafts, entries, dtype=dtype, device=device)
 
     def read(self, length: int | Tensor) -> Tensor:
         """The last tokens [B, tokens, entries] of `length`; of no meaning where there are not as many."""

@@ -16,7 +16,7 @@ from qklab.ops.norm import rms_norm
 if TYPE_CHECKING:
     from qklab.attention.spec import AttentionSpec
 
-Projected = tuple[Tensor, Tensor, Tensor | None]
+ProjectedTensors = tuple[Tensor, Tensor, Tensor | None]
 
 
 class Projection(nn.Module):
@@ -38,7 +38,7 @@ class Projection(nn.Module):
         if self.own_value:
             self.value = nn.Linear(spec.width, spec.kv_heads * spec.head_width, bias=spec.bias)
 
-    def forward(self, x: Tensor) -> Projected:
+    def forward(self, x: Tensor) -> ProjectedTensors:
         k = self.heads(self.key(x))
         q = k if self.query is None else self.heads(self.query(x))
         v = None if self.value is None else self.heads(self.value(x))
@@ -155,7 +155,7 @@ class Latent(nn.Module):
             if gain is not None:
                 nn.init.ones_(gain)
 
-    def forward(self, x: Tensor) -> Projected:
+    def forward(self, x: Tensor) -> ProjectedTensors:
         return self.expand(*self.compress(x), x)
 
     def compress(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,7 +163,7 @@ class Latent(nn.Module):
         c_q = self.normalise(self.down_query(x), self.query_gain)
         return c_q, self.normalise(self.down_key_value(x), self.key_value_gain)
 
-    def expand(self, c_q: Tensor, c: Tensor, x: Tensor) -> Projected:
+    def expand(self, c_q: Tensor, c: Tensor, x: Tensor) -> ProjectedTensors:
         """What becomes of the latents, which a coupling may have moved."""
         q = self.up_query(c_q).unflatten(-1, (self.heads, -1))
         if self.rope_query is not None and self.rope_key is not None:

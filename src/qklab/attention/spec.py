@@ -14,7 +14,6 @@ from qklab.attention.latent_couple import LATENT_COUPLINGS
 from qklab.attention.look_back import KeyShift, ShortConvolution, list_remembered
 from qklab.attention.mix import LatentSoftmax, Mix
 from qklab.attention.norm import Normalisation
-from qklab.attention.past import ROLLBACK
 from qklab.attention.project import PROJECTIONS, Latent, Projection
 from qklab.attention.rotate import KV_ROTATIONS, POSITIONS, Unrotated, choose_rotation
 from qklab.attention.rules import RULES
@@ -209,9 +208,9 @@ class AttentionSpec(Spec):
 
     def cache_bytes(self, tokens: int, dtype: torch.dtype = torch.bfloat16) -> int:
         """Bytes one layer caches for one sequence of `tokens` tokens, those that are looked back on included; a
-        window keeps no more than it sees."""
+        window keeps no more than it sees. Room for more than one draft comes on top."""
         tokens = tokens if self.window is None else min(tokens, self.window)
-        behind = sum((back + ROLLBACK) * entries for back, entries in self.token_rings)
+        behind = sum((back + 1) * entries for back, entries in self.token_rings)
         return (tokens * sum(cache_class(self).widths(self)) + behind) * dtype.itemsize
 
     def cache_bytes_per_token(self, dtype: torch.dtype = torch.bfloat16) -> int:

@@ -13,10 +13,10 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticLayer
 
 from qklab.attention import cache as attention_cache
-from qklab.attention.past import ROLLBACK
 from qklab.attention.spec import AttentionSpec
 
 SPARE_TOKENS = 256  # room beyond the prompt, so that a usual answer needs no copy of the cache
+DRAFTS = 32  # tokens that a cache can take back; assisted generation proposes 20 unless it is asked for more
 
 
 class QKLabCacheLayer(CacheLayerMixin):
@@ -72,7 +72,7 @@ class QKLabCacheLayer(CacheLayerMixin):
 
     def new_cache(self, batch: int, tokens: int, dtype: torch.dtype, device: torch.device) -> attention_cache.Cache:
         kind = attention_cache.cache_class(self.spec)
-        made = kind(self.spec, batch, tokens + SPARE_TOKENS, dtype, device, drafts=ROLLBACK)
+        made = kind(self.spec, batch, tokens + SPARE_TOKENS, dtype, device, drafts=DRAFTS)
         made.left_padding = None if self.left_padding is None else self.left_padding.to(device)
         return made
 

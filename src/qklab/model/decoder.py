@@ -267,7 +267,7 @@ class Decoder(nn.Module):
         *,
         grow: bool = True,
         left_padding: Tensor | None = None,
-        drafts: int = 0,
+        drafts: int = 1,
     ) -> DecoderCache:
         """An empty cache for every layer (see `Attention.new_cache`)."""
         options: dict[str, Any] = {"grow": grow, "left_padding": left_padding, "drafts": drafts}

@@ -66,10 +66,10 @@ class PopulationOptimiser:
         weights = {name: parameter.detach() for name, parameter in self.parameters.items()}
         self.steps += ~skip
         tables = (weights, gradients, self.state["exp_avg"], self.state["exp_avg_sq"], self.decays, speeds, shrinks)
-        update_adamw(*pick_tables(self.rest, *tables), numbers=self.adamw_numbers(clips, lrs), skip=skip)
+        update_adamw(*select_tables(self.rest, *tables), numbers=self.adamw_numbers(clips, lrs), skip=skip)
         if self.orthogonal:
             fuse(update_muon, self.device)(
-                *pick_tables(self.orthogonal, weights, gradients, self.state["momentum_buffer"], speeds, shrinks),
+                *select_tables(self.orthogonal, weights, gradients, self.state["momentum_buffer"], speeds, shrinks),
                 self.alike,
                 self.muon_numbers(clips, lrs),
                 skip,
@@ -133,7 +133,7 @@ def read_gradients(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
     return found
 
 
-def pick_tables(names: Sequence[str], *tables: Mapping[str, Any]) -> list[list[Any]]:
+def select_tables(names: Sequence[str], *tables: Mapping[str, Any]) -> list[list[Any]]:
     """Of every table a list in the order of the names; None for a name it lacks."""
     return [[table.get(name) for name in names] for table in tables]
 

@@ -56,7 +56,7 @@ def is_scored(metric: Metric, groups: Sequence[RunGroup]) -> bool:
 
 def describe_group(group: RunGroup, metrics: Sequence[Metric], maps: MapCache | None) -> dict[str, Any]:
     findings, study = group.findings, group.study
-    shown = [run for run in group.runs if speaks_for_its_arm(run, group, findings)]
+    shown = [run for run in group.runs if has_chosen_rate(run, group, findings)]
     machines: list[str] = []
     common = find_common_settings(group.runs)
     runs = [describe_run(run, group, metrics, run in shown, machines) for run in group.runs]
@@ -111,7 +111,7 @@ def describe_learning(group: RunGroup, runs: Sequence[dict[str, Any]], arm: str)
     return compare_learning(own, baseline, 1 - alpha_of_each(group.study.alpha, group.study.analyses))
 
 
-def speaks_for_its_arm(run: RecordedRun, group: RunGroup, findings: Findings) -> bool:
+def has_chosen_rate(run: RecordedRun, group: RunGroup, findings: Findings) -> bool:
     """Whether the run is at the learning rate chosen for its arm, or at the lowest one where none could be chosen."""
     if group.study is None:
         return True
@@ -172,7 +172,7 @@ def describe_run(
             "seconds": [round_number(at.get(r["step"], (None, None))[1]) for r in evaluated],
             **{m.name: [round_number(read_metric(m, record)) for record in evaluated] for m in metrics},
         },
-        "train": thin_losses(trained) if shown else None,
+        "train": downsample_losses(trained) if shown else None,
         "probes": read_probes(directory.probes_path, at) if shown else None,
         "id": run.record["id"],
         "fingerprint": run.record.get("fingerprint"),
@@ -225,7 +225,7 @@ def read_metric(metric: Metric, evaluation: dict[str, Any]) -> float | None:
         return None
 
 
-def thin_losses(trained: Sequence[dict[str, Any]], points: int = TRAIN_POINTS) -> dict[str, list[Any]]:
+def downsample_losses(trained: Sequence[dict[str, Any]], points: int = TRAIN_POINTS) -> dict[str, list[Any]]:
     """At most `points` points, each the mean loss of a stretch of steps, at the end of that stretch."""
     edges = sorted({round(len(trained) * i / points) for i in range(points + 1)}) if len(trained) > points else None
     stretches = [trained[a:b] for a, b in pairwise(edges)] if edges else [[r] for r in trained]

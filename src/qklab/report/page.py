@@ -15,7 +15,7 @@ import numpy as np
 IMPORT = re.compile(r'^import [^;]*"\./([\w.]+)";\n', re.MULTILINE)
 EXPORT = re.compile(r"^export (?=const|let|function|async|class)", re.MULTILINE)
 FULL, LOST = 65_534, 65_535  # a weight of 1, and what is not a number
-Rows = Sequence[Sequence[float | None]]
+MapRows = Sequence[Sequence[float | None]]
 
 
 def fill_template(title: str, script: str, data: dict[str, Any], watch: float | None = None) -> str:
@@ -59,19 +59,19 @@ def pack_maps(attention: Mapping[str, Any], heads: int | None = None) -> dict[st
     layers: dict[int, dict[str, Any]] = {}
     for place in ("middle", "last", "first"):  # in a model of one or two layers the later name stands
         layer = attention["layers"][place]
-        maps: list[Rows] = layer["maps"]
+        maps: list[MapRows] = layer["maps"]
         packed = [pack_triangle(rows) for rows in [mean_map(maps), *maps[:heads]]]
         layers[layer["index"]] = {"place": place, "index": layer["index"], "heads": len(maps), "maps": packed}
     ordered = [layers[index] for index in sorted(layers)]
     return {"tokens": attention["tokens"], "layers": ordered, "notes": attention["notes"]}
 
 
-def mean_map(maps: Sequence[Rows]) -> Rows:
+def mean_map(maps: Sequence[MapRows]) -> MapRows:
     stacked = np.array(maps, dtype=float)  # None becomes nan
     return [[None if math.isnan(x) else x for x in row] for row in stacked.mean(0).tolist()]
 
 
-def pack_triangle(rows: Rows) -> str:
+def pack_triangle(rows: MapRows) -> str:
     """The part of a causal map that can be other than 0, row by row."""
     weights = (weight for i, row in enumerate(rows) for weight in row[: i + 1])
     numbers = array("H", [LOST if x is None else round(FULL * min(1.0, max(0.0, x))) for x in weights])

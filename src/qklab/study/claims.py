@@ -20,9 +20,9 @@ from qklab.study.stats.power import plan_more_seeds
 from qklab.study.stats.scaling import LEAST_SIZES, slope_weights
 from qklab.study.verdict import VerdictSentences, write_p_value, write_per_cent
 
-Outcome = Literal["reproduced", "smaller than published", "refuted", "open"]
+EffectWord = Literal["reproduced", "smaller than published", "refuted", "open"]
 ClaimWord = Literal["reproduced", "smaller than published", "refuted", "depends on", "seen", "not seen", "open"]
-PRESENT = frozenset[Outcome](("reproduced", "smaller than published"))
+PRESENT = frozenset[EffectWord](("reproduced", "smaller than published"))
 REACH = 2.0  # models at most so many times smaller than the published ones can refute what was said of those
 
 
@@ -187,7 +187,7 @@ class ClaimJudge:
             if all(len(effect.differences) > 1 and not effect.diverged for effect in own)
         }
 
-    def classify(self, effect: Contrast) -> Outcome:
+    def classify(self, effect: Contrast) -> EffectWord:
         within = max(effect.exceeds(-self.least), effect.falls_below(self.least)) < self.alpha
         if self.published == 0:
             beyond = min(effect.exceeds(self.least), effect.falls_below(-self.least)) < self.alpha / 2

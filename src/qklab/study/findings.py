@@ -142,8 +142,8 @@ def add_verdicts(
     findings.notes += describe_learning_state(base, study.baseline)
     if pace := describe_pace(results, analyses.run_seconds):
         findings.notes.append(pace)
-    point_out_ends(findings)
-    point_out_outliers(findings, study.baseline)
+    note_grid_ends(findings)
+    note_outliers(findings, study.baseline)
     propose_seeds(study, results, findings, analyses)
     taken = len(analyses.taken)
     if any(analysis.at == LOST for analysis in analyses.taken):
@@ -234,7 +234,7 @@ def name_times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
 
 
-def point_out_ends(findings: Findings) -> None:
+def note_grid_ends(findings: Findings) -> None:
     """Name arms whose best learning rate may lie beyond those that were tried."""
     grid = findings.grid
     arms = [arm for arm, lr in findings.lrs.items() if lr in (grid[0], grid[-1])]
@@ -245,7 +245,7 @@ def point_out_ends(findings: Findings) -> None:
         findings.notes.append(f"{tried}: another might do better still.")
 
 
-def point_out_outliers(findings: Findings, baseline: str) -> None:
+def note_outliers(findings: Findings, baseline: str) -> None:
     """Name seeds that alone make an interval wide: there is something to look at before more seeds are bought."""
     for arm, verdict in findings.verdicts.items():
         differences = {

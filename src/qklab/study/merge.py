@@ -71,7 +71,7 @@ class Merge:
         self.slices, self.out = slices, out
         self.records = [read_study_record(folder) for folder in slices]
         refuse_other_plans(slices, self.records)
-        self.data, self.runs = unite_data(slices, self.records), choose_runs(slices)
+        self.data, self.runs = merge_data(slices, self.records), choose_runs(slices)
         self.spec = max((record.spec for record in self.records), key=lambda spec: spec.seeds)
 
     def write(self) -> int:
@@ -82,7 +82,7 @@ class Merge:
         asked = next((record.asked for record in self.records if record.asked), {})
         self.out.mkdir(parents=True, exist_ok=True)
         StudyRecord(self.spec, self.data, asked).write(self.out)
-        analyses = unite_analyses(self.slices)
+        analyses = merge_analyses(self.slices)
         if analyses.taken:
             analyses.write(self.out)
         return len(taken)
@@ -104,7 +104,7 @@ def refuse_other_plans(slices: Sequence[Path], records: Sequence[StudyRecord]) -
             )
 
 
-def unite_data(slices: Sequence[Path], records: Sequence[StudyRecord]) -> list[dict]:
+def merge_data(slices: Sequence[Path], records: Sequence[StudyRecord]) -> list[dict]:
     """What is known of the corpora; raises where two slices were made from different text."""
     known = StudyRecord(records[0].spec, [])
     where: dict[str, Path] = {}
@@ -153,7 +153,7 @@ def refuse_other_code(runs: Sequence[Path]) -> None:
         )
 
 
-def unite_analyses(slices: Sequence[Path]) -> Analyses:
+def merge_analyses(slices: Sequence[Path]) -> Analyses:
     """Every analysis that was taken of a slice: each was a chance to be wrong."""
     found = [read_analyses(folder) for folder in slices]
     taken = {analysis.seeds: analysis for each in reversed(found) for analysis in each.taken}

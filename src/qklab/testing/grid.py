@@ -41,14 +41,14 @@ def choices(kind: type[Spec]) -> dict[str, tuple[Any, ...]]:
     return {field.name: tuple(field.metadata["among"]) for field in fields if "among" in field.metadata}
 
 
-def departures(kind: type[Spec], besides: Iterable[str]) -> list[dict[str, Any]]:
+def list_departures(kind: type[Spec], besides: Iterable[str]) -> list[dict[str, Any]]:
     """One field at a time away from its default."""
     defaults = {field.name: field.default for field in dataclasses.fields(kind)}  # pyright: ignore[reportArgumentType]
     options = {name: values for name, values in choices(kind).items() if name not in besides} | NUMBERS[kind]
     return [{name: value} for name, values in options.items() for value in values if value != defaults[name]]
 
 
-def legal(combinations: Iterable[dict[str, Any]]) -> Iterator[AttentionSpec]:
+def keep_legal(combinations: Iterable[dict[str, Any]]) -> Iterator[AttentionSpec]:
     for combination in combinations:
         try:
             yield AttentionSpec(**SIZE | combination)
@@ -56,10 +56,10 @@ def legal(combinations: Iterable[dict[str, Any]]) -> Iterator[AttentionSpec]:
             continue
 
 
-def couplings() -> Iterator[CouplingSpec]:
+def list_couplings() -> Iterator[CouplingSpec]:
     """Every kind, alone and with each option that it allows."""
     for kind in choices(CouplingSpec)["kind"]:
-        for option in [{}, *departures(CouplingSpec, besides=("kind",))]:
+        for option in [{}, *list_departures(CouplingSpec, besides=("kind",))]:
             try:
                 yield CouplingSpec(kind=kind, **option)
             except SpecError:
@@ -111,8 +111,8 @@ def grid() -> list[AttentionSpec]:
             stage["share"], stage["mix"], stage["norm"], kinds, (4, 2)
         )
     )
-    coupled = ({"coupling": coupling, "kv_heads": 2} for coupling in couplings())
-    options = [{}, *departures(AttentionSpec, besides=("share", "mix", "causal"))]
+    coupled = ({"coupling": coupling, "kv_heads": 2} for coupling in list_couplings())
+    options = [{}, *list_departures(AttentionSpec, besides=("share", "mix", "causal"))]
     options += [{"kv_heads": 1}, *({"coupling": coupling} for coupling in kinds)]
     options += [{"asymmetry_2d": True, "asymmetry_free_scale": True}]
     options += [{"key_shift": True, "rope_fraction": 0.5}, LOOKING_BACK]
@@ -131,10 +131,10 @@ def grid() -> list[AttentionSpec]:
         | option
         for rope_width, norm, causal, option in itertools.product((2, 0), (True, False), (True, False), options)
     )
-    moved = ({"latent": LatentSpec(query_rank=6, kv_rank=5, rope_width=2), "coupling": each} for each in couplings())
-    specs = itertools.chain(
-        legal(full), legal(coupled), cover_choices(legal(optional), 2), cover_choices(legal(latents), 2), legal(moved)
-    )
+    latent = LatentSpec(query_rank=6, kv_rank=5, rope_width=2)
+    moved = ({"latent": latent, "coupling": coupling} for coupling in list_couplings())
+    covering = (cover_choices(keep_legal(each), 2) for each in (optional, latents))
+    specs = itertools.chain(keep_legal(full), keep_legal(coupled), *covering, keep_legal(moved))
     return list(dict.fromkeys(specs))
 
 

@@ -20,16 +20,16 @@ from qklab.runs.sinks import Sinks
 from qklab.train.checkpoint import CheckpointError
 from qklab.train.loop import Loop, Member, Status
 from qklab.train.machine import Machine, refuse_too_large, work_around_bf16
-from qklab.train.mend import (
+from qklab.train.open import OpenRun, group_by_step, open_runs
+from qklab.train.population import PopulationTrainer, refuse_population
+from qklab.train.ranks import call_on_first_rank, share_failures
+from qklab.train.recorder import RunRecorder
+from qklab.train.recover import (
     describe_lost_steps,
     discard_summary,
     find_lost_steps,
     has_tokenizer,
 )
-from qklab.train.open import OpenRun, group_by_step, open_runs
-from qklab.train.population import PopulationTrainer, refuse_population
-from qklab.train.ranks import call_on_first_rank, share_failures
-from qklab.train.recorder import RunRecorder
 from qklab.train.resume import read_begun_run, refuse_other_spec
 from qklab.train.score import Scorer, add_benchmarks, describe_benchmarks, open_scorer
 from qklab.train.spec import ExecutionSpec, RunSpec

@@ -16,8 +16,8 @@ from qklab.runs.environment import describe_environment, find_commit, hash_code
 from qklab.runs.progress import Display
 from qklab.train.checkpoint import Checkpoint, Checkpoints
 from qklab.train.machine import Machine
-from qklab.train.mend import TOKENIZER, restore_tokenizer
 from qklab.train.ranks import call_on_first_rank
+from qklab.train.recover import TOKENIZER, restore_tokenizer
 from qklab.train.resume import refuse_other_data
 from qklab.train.spec import ExecutionSpec, RunSpec, pad_vocab
 

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 from qklab.hf.convert.solve import Moments
 
 Text = Tensor | Mapping[str, Tensor] | Sequence[Tensor | Mapping[str, Tensor]]
-Batch = dict[str, Tensor]
+ModelInputs = dict[str, Tensor]
 
 
-def read_batches(text: Text, model: PreTrainedModel) -> list[Batch]:
+def read_batches(text: Text, model: PreTrainedModel) -> list[ModelInputs]:
     """Token ids [B, T], or a tokenizer's output, or a list of either → batches with input_ids and attention_mask."""
     items = [text] if isinstance(text, Tensor | Mapping) else list(text)
     batches = []
@@ -80,7 +80,7 @@ class LayerWalk:
     attention met, then the caller may change it, then `advance` runs it again, so that the next one meets what the
     changed one gives. Blocks between, without attention, are run as they are."""
 
-    def __init__(self, model: PreTrainedModel, blocks: Sequence[nn.Module], batches: Sequence[Batch]):
+    def __init__(self, model: PreTrainedModel, blocks: Sequence[nn.Module], batches: Sequence[ModelInputs]):
         self.blocks, self.at = blocks, 0
         self.masks = [batch["attention_mask"].bool() for batch in batches]
         self.states: list[Tensor] = []
@@ -88,7 +88,7 @@ class LayerWalk:
         for batch in batches:
             self.capture(model, blocks, batch)
 
-    def capture(self, model: PreTrainedModel, blocks: Sequence[nn.Module], batch: Batch) -> None:
+    def capture(self, model: PreTrainedModel, blocks: Sequence[nn.Module], batch: ModelInputs) -> None:
         """One pass that keeps what enters the first block and what else each block is called with."""
         calls: list[tuple[Any, Any]] = []
 

@@ -218,24 +218,18 @@ def check_network(network: Network, kind: str, D: int, G: int, lead: tuple[int, 
             raise ValueError(f"the {name} of {kind}'s network must be {wanted}, but {came} came.")
 
 
-@torch.library.custom_op("qklab::couple", mutates_args=())
-def _couple(
-    q: Tensor,
-    k: Tensor,
-    angles: list[Tensor],
-    weights: list[Tensor],
-    names: str,
-    kind: str,
-    steps: int,
-    scale_limit: float,
-    eps: float | None,
-    turn_key: bool,
-    precision: torch.dtype,
-    members: int | None,
-) -> tuple[Tensor, Tensor]:
+# what both operators take: `launch.Call` says what it is
+GIVEN = (
+    "Tensor q, Tensor k, Tensor[] angles, Tensor[] weights, str names, str kind, SymInt steps, float scale_limit, "
+    "float? eps, bool turn_key, ScalarType precision, SymInt? members"
+)
+
+
+@torch.library.custom_op("qklab::couple", mutates_args=(), schema=f"({GIVEN}) -> (Tensor, Tensor)")
+def _couple(*given: Any) -> tuple[Tensor, Tensor]:
     from qklab.ops.coupling.launch import forward
 
-    return forward(q, k, angles, weights, names, kind, steps, scale_limit, eps, turn_key, precision, members)
+    return forward(*given)
 
 
 @_couple.register_fake
@@ -243,28 +237,15 @@ def _(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
-@torch.library.custom_op("qklab::couple_backward", mutates_args=())
-def _couple_backward(
-    dq: Tensor,
-    dk: Tensor,
-    q: Tensor,
-    k: Tensor,
-    angles: list[Tensor],
-    weights: list[Tensor],
-    names: str,
-    kind: str,
-    steps: int,
-    scale_limit: float,
-    eps: float | None,
-    turn_key: bool,
-    precision: torch.dtype,
-    members: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+BACKWARD = f"(Tensor dq, Tensor dk, {GIVEN}) -> (Tensor, Tensor, Tensor)"
+
+
+@torch.library.custom_op("qklab::couple_backward", mutates_args=(), schema=BACKWARD)
+def _couple_backward(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, and the gradients of all weights in a row: [S · (G or 1), total], S being 1 without members."""
     from qklab.ops.coupling.launch import backward
 
-    choices = (names, kind, steps, scale_limit, eps, turn_key, precision, members)
-    return backward(dq, dk, q, k, angles, weights, *choices)
+    return backward(*given)
 
 
 @_couple_backward.register_fake

@@ -74,7 +74,7 @@ def make_heads(x: Tensor) -> Heads:
     return Heads(x, x.stride(0), x.stride(1), x.stride(2))
 
 
-class Left(NamedTuple):
+class WorkspacePlan(NamedTuple):
     """What a map's backward leaves for the gradients of its weights, and keeps for itself."""
 
     tiles: int  # of a tile
@@ -199,14 +199,14 @@ class Call:
             return sums.sum(1)
         return sums.unflatten(1, (-1, self.G, heads // self.G)).sum((1, 3)).flatten(0, 1)
 
-    def plan_workspace(self) -> Left:
+    def plan_workspace(self) -> WorkspacePlan:
         if self.stretches:
-            return Left(tiles=6 * self.steps, units=self.steps, states=2 * self.steps)
+            return WorkspacePlan(tiles=6 * self.steps, units=self.steps, states=2 * self.steps)
         euler = self.kind == "euler"
         lean = self.q.dtype == self.precision and self.H == self.G and not (euler and self.steps > 1)
         left = self.steps + (self.kind == "leapfrog") - lean
         tiles = 1 if lean and euler else 2 * left
-        return Left(tiles, max(left, 1), self.steps if euler else 0, lean, left)
+        return WorkspacePlan(tiles, max(left, 1), self.steps if euler else 0, lean, left)
 
 
 def forward(q: Tensor, k: Tensor, *choices: Any) -> tuple[Tensor, Tensor]:
@@ -248,7 +248,7 @@ class Workspace:
     What is left takes at most WORKSPACE bytes: beyond, both run for some blocks at a time.
     """
 
-    def __init__(self, call: Call, how: Launch, left: Left):
+    def __init__(self, call: Call, how: Launch, left: WorkspacePlan):
         self.call, self.blocks = call, triton.cdiv(call.rows, how.block)
         size = call.G * left.tiles * how.block * call.DP
         S = call.members

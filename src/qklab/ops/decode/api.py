@@ -158,25 +158,20 @@ def check_angles(k: Tensor, v: Tensor | None, angles: Angles, value_width: int |
         )
 
 
-def launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    starts: Tensor | None,
-    lengths: Tensor | None,
-    sinks: Tensor | None,
-    window: int | None,
-    value_width: int,
-    scale: float,
-) -> Tensor:
+# what the kernel's own `decode` takes
+SCHEMA = (
+    "(Tensor q, Tensor k, Tensor? v, Tensor? cos, Tensor? sin, Tensor? starts, Tensor? lengths, Tensor? sinks, "
+    "SymInt? window, SymInt value_width, float scale) -> Tensor"
+)
+
+
+def launch(*given: Any) -> Tensor:
     from qklab.ops.decode.triton import decode
 
-    return decode(q, k, v, cos, sin, starts, lengths, sinks, window, value_width, scale)
+    return decode(*given)
 
 
-_decode = torch.library.custom_op("qklab::decode", launch, mutates_args=())
+_decode = torch.library.custom_op("qklab::decode", launch, mutates_args=(), schema=SCHEMA)
 
 
 @_decode.register_fake

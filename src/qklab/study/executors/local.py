@@ -21,7 +21,7 @@ LOST = 255  # what multiprocessing makes of a process whose end it was not told 
 
 
 @dataclass
-class Running:
+class RunningUnit:
     """A unit under way, in a slot, with where the log of each of its runs ended when its process began."""
 
     unit: Unit
@@ -53,7 +53,7 @@ class LocalExecutor:
         if address is not None:
             raise StudyError(f"the local executor has no address, but {address!r} came; leave it out.")
         self.slots, self.say = WorkerSlots.of_machine(device, at_once), say
-        self.running: list[Running] = []
+        self.running: list[RunningUnit] = []
 
     @property
     def free(self) -> int:
@@ -61,11 +61,11 @@ class LocalExecutor:
 
     def submit(self, unit: Unit) -> None:
         slot = min(set(range(len(self.running) + 1)) - {running.slot for running in self.running})
-        running = Running(unit, slot, Attempts(unit))
+        running = RunningUnit(unit, slot, Attempts(unit))
         self.start(running)
         self.running.append(running)
 
-    def start(self, running: Running) -> None:
+    def start(self, running: RunningUnit) -> None:
         running.attempts.begin()
         tasks = running.unit.tasks
         running.said = {task.name: task.log.stat().st_size if task.log.exists() else 0 for task in tasks}
@@ -84,7 +84,7 @@ class LocalExecutor:
         running.process = process
 
     def wait(self, seconds: float) -> list[RunTask]:
-        sentinels: dict[Any, Running] = {r.process.sentinel: r for r in self.running if r.process is not None}
+        sentinels: dict[Any, RunningUnit] = {r.process.sentinel: r for r in self.running if r.process is not None}
         if not sentinels:
             return []
         found: list[RunTask] = []
@@ -96,7 +96,7 @@ class LocalExecutor:
                 found += running.take_ended()
         return found
 
-    def finish(self, running: Running) -> list[RunTask]:
+    def finish(self, running: RunningUnit) -> list[RunTask]:
         """A unit's process has ended: so has the unit, or it is begun again, or it failed."""
         assert running.process is not None
         running.process.join()

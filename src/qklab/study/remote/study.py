@@ -94,7 +94,7 @@ class RemoteStudy:
             newest = remote.newest()
             if newest is None or is_as_far(run, newest, checkpoints=checkpoints) or is_in_use(run):
                 continue
-            remote.download(run, wants_checkpoint if checkpoints else wants_record, lambda run=run: clear_run(run))
+            remote.download(run, is_wanted_file if checkpoints else is_record, lambda run=run: clear_run(run))
 
     @contextmanager
     def keep_run(self, run: Path) -> Iterator[None]:
@@ -177,14 +177,14 @@ def is_as_far(run: Path, snapshot: FolderSnapshot, *, checkpoints: bool) -> bool
     return here >= there if checkpoints else here[0] or (not there[0] and here >= there)
 
 
-def wants_record(snapshot: FolderSnapshot, name: str) -> bool:
+def is_record(snapshot: FolderSnapshot, name: str) -> bool:
     return not name.startswith("checkpoints/")
 
 
-def wants_checkpoint(snapshot: FolderSnapshot, name: str) -> bool:
+def is_wanted_file(snapshot: FolderSnapshot, name: str) -> bool:
     """Records, and of a run that ended the newest checkpoint."""
     ended, newest = describe_progress(snapshot.files)
-    return wants_record(snapshot, name) or (ended and name.startswith(f"checkpoints/{newest}/"))
+    return is_record(snapshot, name) or (ended and name.startswith(f"checkpoints/{newest}/"))
 
 
 def clear_run(run: Path) -> None:

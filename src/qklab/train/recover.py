@@ -1,4 +1,4 @@
-"""What may have happened to a run directory since its last process: damage that can be mended is, and is told of."""
+"""What may have happened to a run directory since its last process: what can be recovered is, and that is said."""
 
 from collections.abc import Callable
 

@@ -13,8 +13,10 @@ from test_finetune import write_task
 
 from qklab import register
 from qklab.data.glue import find_glue_task, read_glue
+from qklab.hf import benchmarks, fit
 from qklab.hf.evaluate import evaluate_folder
-from qklab.hf.finetune import FineTuning, finetune
+from qklab.hf.finetune import finetune
+from qklab.hf.fit import FineTuning
 from qklab.runs.directory import RunDirectory, RunError
 from qklab.runs.progress import Display
 from qklab.schema import SpecError
@@ -116,7 +118,7 @@ def test_a_run_stopped_between_benchmarks_ends_with_the_same(
     class Stopping:
         def __init__(self, spec: Any, data: Path | None): ...
 
-        def score(self, decoder: Any, tokenizer: Any, seed: int) -> dict[str, Any]:
+        def score(self, decoder: Any, tokenizer: Any, seed: int, work: Any) -> dict[str, Any]:
             scored.append(seed)
             if len(scored) == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -131,6 +133,36 @@ def test_a_run_stopped_between_benchmarks_ends_with_the_same(
     others = train_runs(data, "blimp", [tmp_path / "undisturbed" / str(seed) for seed in range(2)])
     for one, other in zip(outcomes, others, strict=True):
         assert one.summary["evaluation"] == other.summary["evaluation"]
+
+
+@pytest.mark.parametrize(("name", "call"), [("compute_loss", 1), ("run_harness", 2)])
+def test_a_run_stopped_within_a_benchmark_goes_on_there(
+    name: str, call: int, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a question nor a step is done twice, but those of a set of questions that was not done."""
+    calls: dict[str, int] = {"compute_loss": 0, "run_harness": 0}
+    stopped = tmp_path / "runs" / "stopped"
+
+    def count(place: Any, counted: str) -> None:
+        plain = getattr(place, counted)
+
+        def counting(*given: Any, **named: Any) -> Any:
+            calls[counted] += 1
+            if (counted, calls[counted]) == (name, call):
+                os.kill(os.getpid(), signal.SIGTERM)
+            return plain(*given, **named)
+
+        monkeypatch.setattr(place, counted, counting)
+
+    (whole,) = train_runs(data, "blimp,lambada,rte", [tmp_path / "runs" / "whole"])
+    count(fit, "compute_loss")
+    count(benchmarks, "run_harness")
+    assert train_runs(data, "blimp,lambada,rte", [stopped])[0].status == "interrupted"
+    assert (stopped / "scoring").is_dir()
+    (found,) = train_runs(data, "blimp,lambada,rte", [stopped])
+    assert calls == {"compute_loss": 2, "run_harness": 2 + (name == "run_harness")}
+    assert found.summary["evaluation"] == whole.summary["evaluation"]
+    assert not (stopped / "scoring").exists()
 
 
 def test_what_is_missing_is_told_before_anything_is_trained(

@@ -164,6 +164,12 @@ class ExecutionSpec(Spec):
     sinks: str = checked_field(check_sink_names, None)
     population: str | int = checked_field(check_population_size, "auto")
 
+    def is_checkpoint_due(self, step: int, seconds: float) -> bool:
+        """After this step, so many seconds after the last checkpoint."""
+        if self.checkpoint_steps is not None:
+            return step % self.checkpoint_steps == 0
+        return seconds > 60 * self.checkpoint_minutes
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec(Spec):

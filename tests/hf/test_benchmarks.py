@@ -13,6 +13,7 @@ from test_finetune import write_task
 
 from qklab import register
 from qklab.data.glue import find_glue_task, read_glue
+from qklab.data.questions import measure_guessing
 from qklab.hf import benchmarks, fit
 from qklab.hf.evaluate import evaluate_folder
 from qklab.hf.finetune import finetune
@@ -32,11 +33,6 @@ from qklab.train.settings import resolve_run
 from qklab.train.spec import ExecutionSpec
 
 WORDS = ["a", "the", "cat", "dog", "sat", "ran", "on", "in", "big", "red"]
-
-
-@pytest.fixture(autouse=True)
-def _no_survey_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda storage: None)
 
 
 @pytest.fixture
@@ -133,6 +129,17 @@ def test_a_run_stopped_between_benchmarks_ends_with_the_same(
     others = train_runs(data, "blimp", [tmp_path / "undisturbed" / str(seed) for seed in range(2)])
     for one, other in zip(outcomes, others, strict=True):
         assert one.summary["evaluation"] == other.summary["evaluation"]
+
+
+def test_chance_is_the_most_frequent_answer_where_all_questions_have_the_same(tmp_path: Path) -> None:
+    """As of BoolQ and PubMedQA, whose yes alone is 62 and 55 % of the answers."""
+    golds = [1, 1, 0, 1, 1]
+    lines = [{"query": f"is it {row}?", "choices": ["no", "yes"], "gold": gold} for row, gold in enumerate(golds)]
+    (tmp_path / "boolq.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    asked = [{"context": f"is it {row}?", "continuation": "yes" if gold else "maybe"} for row, gold in enumerate(golds)]
+    (tmp_path / "pubmed_qa_labeled.jsonl").write_text("".join(json.dumps(line) + "\n" for line in asked))
+    assert measure_guessing("boolq", tmp_path) == measure_guessing("pubmedqa", tmp_path) == 0.8
+    assert measure_guessing("boolq", tmp_path, limit=3) == 2 / 3
 
 
 @pytest.mark.parametrize(("name", "call"), [("compute_loss", 1), ("run_harness", 2)])

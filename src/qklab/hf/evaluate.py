@@ -200,17 +200,22 @@ def join_answer(pieces: list[tuple[float, bool]]) -> tuple[float, bool]:
 
 @contextlib.contextmanager
 def silence_harness() -> Iterator[None]:
-    """The harness's progress and errors on stderr, without its advice."""
+    """The harness's progress and errors on stderr, without its advice; and without its list of every installed package,
+    which takes seconds for each result and is not kept."""
+    from lm_eval import evaluator
+
     names = ("lm_eval", "huggingface_hub", "datasets")
     levels = {name: logging.getLogger(name).level for name in names}
-    before = os.environ.get("DISABLE_MULTIPROC")
+    before, survey = os.environ.get("DISABLE_MULTIPROC"), evaluator.add_env_info
     try:
+        evaluator.add_env_info = lambda storage: None
         for name in names:
             logging.getLogger(name).setLevel(logging.ERROR)
         os.environ["DISABLE_MULTIPROC"] = "1"  # one lot of resamplings: a pool of processes would gain nothing
         with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:
+        evaluator.add_env_info = survey
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)
         os.environ.pop("DISABLE_MULTIPROC") if before is None else os.environ.update(DISABLE_MULTIPROC=before)

@@ -34,6 +34,29 @@ def task(source: str, **changes: Any) -> tuple[RunSpec, ExecutionSpec]:
     return resolve_run(merge_settings(plain, changes))
 
 
+def test_populations_of_an_arm_on_tasks_of_one_shape_are_compiled_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after another in a process, as a study does them on a GPU."""
+    graphs: list[int] = []
+    plain = torch.compile
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(len(list(graph.parameters())))
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda module, **options: plain(module, backend=backend, **options))
+    torch._dynamo.reset()
+    for number, name in enumerate(("reverse", "sort", "copy")):
+        spec, execution = task(f"task:{name}?length=12&{SMALL}", **BOTH_WAYS, model={"dropout": 0.1})
+        specs = [spec.replace(seed=seed) for seed in range(2)]
+        train_population(specs, [tmp_path / f"{name}{seed}" for seed in range(2)], execution.replace(compile="yes"))
+        assert len(graphs) == 1, f"{number + 1} tasks"
+    train_population(specs, [tmp_path / f"plain{seed}" for seed in range(2)], execution)
+    for seed in range(2):
+        assert losses(tmp_path / f"copy{seed}") == pytest.approx(losses(tmp_path / f"plain{seed}"), rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("source", "changes"),
     [

@@ -134,7 +134,18 @@ def watch(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, note: Callable
 def test_stopped_it_says_how_to_go_on_and_repeats_no_step(
     folders: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["finetune", folders / "llama", "--data", folders / "data", "--lrs", "1e-3", "--seeds", "1", "--epochs", "2"]
+    words = [
+        "finetune",
+        folders / "llama",
+        "--data",
+        folders / "data",
+        "--lrs",
+        "1e-3",
+        "--seeds",
+        "1",
+        "--epochs",
+        "2",
+    ]
     saved = watch(monkeypatch, Checkpoints, "save", lambda call: None)
 
     def call(out: str) -> tuple[Any, str]:
@@ -153,7 +164,9 @@ def test_stopped_it_says_how_to_go_on_and_repeats_no_step(
             f"qklab: stopped by {name} in llama · sst2 · lr 0.001 · seed 0, everything is saved; "
             "the same command continues.\n"
         )
-    busy = watch(monkeypatch, finetune, "score_answers", lambda call: call == 1 and os.kill(os.getpid(), signal.SIGTERM))
+    busy = watch(
+        monkeypatch, finetune, "score_answers", lambda call: call == 1 and os.kill(os.getpid(), signal.SIGTERM)
+    )
     assert call("out")[0] == EXIT_CODES["interrupted"]  # while it is scored
     assert not call("out")[0]
     assert (len(steps), len(busy)) == (STEPS, 3)
@@ -167,7 +180,7 @@ def test_two_at_once_do_not_write_over_each_other(folders: Path) -> None:
     (folders / "out").mkdir()
     with (
         RunDirectory(folders / "out" / path.stem).lock(),
-        pytest.raises(RunError, match="is in use by another process .* wait for it or choose another --out"),
+        pytest.raises(RunError, match=r"is in use by another process .* wait for it or choose another --out"),
     ):
         finetune_one(folders, folders / "out")
     assert finetune_one(folders, folders / "out") == done

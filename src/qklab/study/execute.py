@@ -244,8 +244,8 @@ class Study:
         )
 
     def pays_to_compile(self, run: PlannedRun) -> bool:
-        """Whether an arm's runs gain on a GPU what compiling takes. The plan alone decides, so that runs added later are
-        carried out alike."""
+        """Whether an arm's runs gain on a GPU what compiling takes. The plan alone decides, so that runs added later
+        are carried out alike."""
         runs = len(self.spec.corpora) * self.spec.tuning_seeds * len(self.spec.lrs)
         return does_compiling_pay(self.runs.resolve(run), runs, self.execution.get("population", "auto"))
 

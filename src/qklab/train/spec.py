@@ -141,7 +141,7 @@ def check_population_size(value: Any) -> Any:
 class ExecutionSpec(Spec):
     """How to run, without changing what is computed beyond rounding; may differ when a run is resumed.
 
-    `device` auto: a GPU if there is one. `compile` auto: on a GPU. `rows`: windows per forward pass and rank, by
+    `device` auto: a GPU if there is one. `compile` auto: on a GPU (of a study where its plan is long enough to gain by it). `rows`: windows per forward pass and rank, by
     default all of the rank's. `recompute`: what backward passes compute again instead of keeping it (see
     `Decoder.recompute`). `parallel`: how several ranks share the model. `threads`: by default the machine's cores
     shared by its ranks. A checkpoint is due every `checkpoint_minutes`, or every `checkpoint_steps` if given, at every

@@ -37,9 +37,9 @@ ACTIVATIONS, KEPT_MLP = 10, 3
 # What a compiled step takes and what it gains on a GPU, in seconds. An H200 took 24 to 43 s for the first step of a run
 # or population; 3,000 steps of a run alone, whose kernels the host launches, make up for that. A population's step is a
 # CUDA graph, compiled or not: compiling only spares it what its kernels write and read in between, a third of a step.
-# At the speeds measured for nano, micro and mini that is 2.9, 12 and 12 ms, or as much for each token, layer and unit of
-# width. So fifteen runs of nano need ten thousand steps, and five of two layers, width 64 and 1,024 tokens a step half a
-# million.
+# At the speeds measured for nano, micro and mini that is 2.9, 12 and 12 ms, or as much for each token, layer and unit
+# of width. So fifteen runs of nano need ten thousand steps, and five of two layers, width 64 and 1,024 tokens a step
+# half a million.
 COMPILING, SAVED_LAUNCHES, SAVED_TRAFFIC = 30.0, 0.01, 7e-11
 WARM_UP = 3  # steps before one is recorded as a CUDA graph: by then everything is compiled and allocated
 

@@ -43,7 +43,7 @@ def finetune_one(folders: Path, out: Path) -> dict[str, Any]:
         scored.append(hash_weights(model))
         return plain(model, *given, **named)
 
-    finetune.predict = predict  # pyright: ignore[reportAttributeAccessIssue]
+    finetune.predict = predict
     try:
         finetune.finetune_all(
             {"llama": {3: folders / "llama"}},
@@ -117,7 +117,7 @@ def test_killed_anywhere_it_ends_with_the_same_bits(point: str, folders: Path, u
     assert found == undisturbed | {"model": found["model"]}
 
 
-def watch(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, note: Callable[[int], None]) -> list[int]:
+def watch(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, note: Callable[[int], object]) -> list[int]:
     """Call `note` with the number of each call before it."""
     calls: list[int] = []
     plain = getattr(place, name)

@@ -1,7 +1,7 @@
 """Models that answer: tasks and masked text through training, evaluation, interruption and populations."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -47,14 +47,20 @@ def test_populations_of_an_arm_on_tasks_of_one_shape_are_compiled_once(
 
     monkeypatch.setattr(torch, "compile", lambda module, **options: plain(module, backend=backend, **options))
     torch._dynamo.reset()
-    for number, name in enumerate(("reverse", "sort", "copy")):
+
+    def train_two(name: str, compiling: Literal["yes", "no"]) -> list[Any]:
         spec, execution = task(f"task:{name}?length=12&{SMALL}", **BOTH_WAYS, model={"dropout": 0.1})
-        specs = [spec.replace(seed=seed) for seed in range(2)]
-        train_population(specs, [tmp_path / f"{name}{seed}" for seed in range(2)], execution.replace(compile="yes"))
-        assert len(graphs) == 1, f"{number + 1} tasks"
-    train_population(specs, [tmp_path / f"plain{seed}" for seed in range(2)], execution)
-    for seed in range(2):
-        assert losses(tmp_path / f"copy{seed}") == pytest.approx(losses(tmp_path / f"plain{seed}"), rel=1e-4)
+        folders = [tmp_path / compiling / name / str(seed) for seed in range(2)]
+        train_population([spec.replace(seed=seed) for seed in range(2)], folders, execution.replace(compile=compiling))
+        return [losses(folder) for folder in folders]
+
+    for name in ("reverse", "sort"):
+        train_two(name, "yes")
+        assert len(graphs) == 1, name
+    compiled = train_two("copy", "yes")
+    assert len(graphs) == 1
+    for one, other in zip(compiled, train_two("copy", "no"), strict=True):
+        assert one == pytest.approx(other, rel=1e-4)
 
 
 @pytest.mark.parametrize(

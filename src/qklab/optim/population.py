@@ -72,7 +72,8 @@ class PopulationOptimiser:
         weights = {name: parameter.detach() for name, parameter in self.parameters.items()}
         self.steps += ~skip
         tables = (weights, gradients, self.state["exp_avg"], self.state["exp_avg_sq"], self.decays, speeds, shrinks)
-        update_adamw(*pick_tables(self.rest, *tables), self.adamw_numbers(clips, lrs), skip, self.compiles)
+        numbers = self.adamw_numbers(clips, lrs)
+        update_adamw(*pick_tables(self.rest, *tables), numbers=numbers, skip=skip, compiles=self.compiles)
         if self.orthogonal:
             fuse(update_muon, self.compiles)(
                 *pick_tables(self.orthogonal, weights, gradients, self.state["momentum_buffer"], speeds, shrinks),

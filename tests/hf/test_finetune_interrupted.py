@@ -18,7 +18,7 @@ from qklab.hf.evaluate import hash_weights
 from qklab.optim import Optimiser
 from qklab.runs.directory import RunDirectory, RunError
 from qklab.testing.processes import finish_process, start_process
-from qklab.train.checkpoint import Checkpoints, saver, store
+from qklab.train.checkpoint import Checkpoints, store
 from qklab.train.launch import EXIT_CODES
 from qklab.train.spec import ExecutionSpec
 
@@ -81,7 +81,6 @@ def die_at(place: Any, name: str, call: int, before: bool) -> None:
 POINTS: dict[str, tuple[Any, str, int, bool]] = {
     "between an update and its save": (Optimiser, "step", 4, False),
     "in a save, its tensors written": (store, "write_files", 2, False),
-    "in a save, before it counts": (saver, "rename_folder", 2, True),
     "after a save": (Checkpoints, "wait", 4, False),
     "while it is scored": (finetune, "score_answers", 1, True),
     "before its state is deleted": (finetune, "write_json", 1, False),

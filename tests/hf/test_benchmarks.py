@@ -13,8 +13,11 @@ from test_finetune import write_task
 
 from qklab import register
 from qklab.data.glue import find_glue_task, read_glue
+from qklab.data.questions import measure_guessing
+from qklab.hf import benchmarks, fit
 from qklab.hf.evaluate import evaluate_folder
-from qklab.hf.finetune import FineTuning, finetune
+from qklab.hf.finetune import finetune
+from qklab.hf.fit import FineTuning
 from qklab.runs.directory import RunDirectory, RunError
 from qklab.runs.progress import Display
 from qklab.schema import SpecError
@@ -30,11 +33,6 @@ from qklab.train.settings import resolve_run
 from qklab.train.spec import ExecutionSpec
 
 WORDS = ["a", "the", "cat", "dog", "sat", "ran", "on", "in", "big", "red"]
-
-
-@pytest.fixture(autouse=True)
-def _no_survey_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda storage: None)
 
 
 @pytest.fixture
@@ -116,7 +114,7 @@ def test_a_run_stopped_between_benchmarks_ends_with_the_same(
     class Stopping:
         def __init__(self, spec: Any, data: Path | None): ...
 
-        def score(self, decoder: Any, tokenizer: Any, seed: int) -> dict[str, Any]:
+        def score(self, decoder: Any, tokenizer: Any, seed: int, work: Any) -> dict[str, Any]:
             scored.append(seed)
             if len(scored) == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -131,6 +129,47 @@ def test_a_run_stopped_between_benchmarks_ends_with_the_same(
     others = train_runs(data, "blimp", [tmp_path / "undisturbed" / str(seed) for seed in range(2)])
     for one, other in zip(outcomes, others, strict=True):
         assert one.summary["evaluation"] == other.summary["evaluation"]
+
+
+def test_chance_is_the_most_frequent_answer_where_all_questions_have_the_same(tmp_path: Path) -> None:
+    """As of BoolQ and PubMedQA, whose yes alone is 62 and 55 % of the answers."""
+    golds = [1, 1, 0, 1, 1]
+    lines = [{"query": f"is it {row}?", "choices": ["no", "yes"], "gold": gold} for row, gold in enumerate(golds)]
+    (tmp_path / "boolq.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    asked = [{"context": f"is it {row}?", "continuation": "yes" if gold else "maybe"} for row, gold in enumerate(golds)]
+    (tmp_path / "pubmed_qa_labeled.jsonl").write_text("".join(json.dumps(line) + "\n" for line in asked))
+    assert measure_guessing("boolq", tmp_path) == measure_guessing("pubmedqa", tmp_path) == 0.8
+    assert measure_guessing("boolq", tmp_path, limit=3) == 2 / 3
+
+
+@pytest.mark.parametrize(("name", "call"), [("compute_loss", 1), ("run_harness", 2)])
+def test_a_run_stopped_within_a_benchmark_goes_on_there(
+    name: str, call: int, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a question nor a step is done twice, but those of a set of questions that was not done."""
+    calls: dict[str, int] = {"compute_loss": 0, "run_harness": 0}
+    stopped = tmp_path / "runs" / "stopped"
+
+    def count(place: Any, counted: str) -> None:
+        plain = getattr(place, counted)
+
+        def counting(*given: Any, **named: Any) -> Any:
+            calls[counted] += 1
+            if (counted, calls[counted]) == (name, call):
+                os.kill(os.getpid(), signal.SIGTERM)
+            return plain(*given, **named)
+
+        monkeypatch.setattr(place, counted, counting)
+
+    (whole,) = train_runs(data, "blimp,lambada,rte", [tmp_path / "runs" / "whole"])
+    count(fit, "compute_loss")
+    count(benchmarks, "run_harness")
+    assert train_runs(data, "blimp,lambada,rte", [stopped])[0].status == "interrupted"
+    assert (stopped / "scoring").is_dir()
+    (found,) = train_runs(data, "blimp,lambada,rte", [stopped])
+    assert calls == {"compute_loss": 2, "run_harness": 2 + (name == "run_harness")}
+    assert found.summary["evaluation"] == whole.summary["evaluation"]
+    assert not (stopped / "scoring").exists()
 
 
 def test_what_is_missing_is_told_before_anything_is_trained(

@@ -21,7 +21,16 @@ from qklab import Decoder, LatentSpec, recipe
 from qklab.cli import main
 from qklab.data.questions import TASKS
 from qklab.data.tokenizer import byte_of_character
-from qklab.hf.evaluate import evaluate, evaluate_folder, hash_weights, load_harness_tasks, make_scorer, silence_harness
+from qklab.hf.evaluate import (
+    evaluate,
+    evaluate_folder,
+    find_tasks,
+    hash_weights,
+    load_harness_tasks,
+    make_scorer,
+    run_harness,
+    silence_harness,
+)
 from qklab.hf.export import export_run, wrap_decoder
 from qklab.train import load_model, resolve_run, train
 
@@ -116,12 +125,6 @@ def scored(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> Score
         return float(picked.gather(1, target[:, None]).sum()), bool((picked.argmax(-1) == target).all())
 
     return both
-
-
-@pytest.fixture(autouse=True)
-def _no_survey_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The harness lists every installed package with each result, which takes seconds and is not kept."""
-    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda storage: None)
 
 
 def rows_of(scores: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
@@ -338,6 +341,36 @@ def test_bad_input_ends_in_one_sentence(
     assert stopped.value.code == 2
     assert len(err) == 1
     assert re.search(sentence, err[0])
+
+
+def test_an_answer_longer_than_the_context_is_scored_in_pieces_each_after_what_precedes_it(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+):
+    """Of PIQA's own answers some are longer than the context of the smallest models."""
+    small = byte_llama(max_position_embeddings=16, initializer_range=0.1).eval()
+    choices = ["very " * 9 + "long", "short"]
+    write(tmp_path / "piqa.jsonl", [choice("Question: How?\n", choices, gold) for gold in (0, 1)])
+    shares: list[float] = []
+    with silence_harness():
+        found = find_tasks(["local-piqa"], tmp_path, None)
+        scores = run_harness(small, tokenizer, found, None, 2, None, 0, shares.append)
+        lm = make_scorer(small, tokenizer, 2)
+        given, wanted = (tokenizer.encode(text) for text in ("Question: How?\nAnswer:", f" {choices[0]}"))
+        ((value, greedy),) = lm._loglikelihood_tokens([(("", ""), given, wanted)], disable_tqdm=True)
+    expected = 0.0
+    for first in range(0, len(wanted), 8):  # half a context at a time
+        piece = wanted[first : first + 8]
+        seen = [*given, *wanted[:first], *piece][-17:]
+        with torch.no_grad():
+            logits = small(torch.tensor([seen[:-1]])).logits[0].double().log_softmax(-1)[-len(piece) :]
+        expected += float(logits.gather(1, torch.tensor(piece)[:, None]).sum())
+    assert len(wanted) > 2 * small.config.max_position_embeddings
+    assert value == pytest.approx(expected, rel=1e-5)
+    assert not greedy
+    assert scores["cut"] == 4
+    assert shares[0] == 0.0
+    assert shares == sorted(shares)
+    assert rows_of(scores)["piqa", "acc"]["value"] == 0.5
 
 
 def test_texts_as_a_whole_and_generated_answers_are_scored_too(tokenizer: PreTrainedTokenizerFast):

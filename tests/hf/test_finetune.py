@@ -17,7 +17,7 @@ from qklab.data import glue
 from qklab.data.glue import GLUE, find_glue_task, read_glue
 from qklab.data.order import make_permutation
 from qklab.hf import finetune
-from qklab.hf.finetune import EncodedExamples, FineTuning, fit_classifier
+from qklab.hf.fit import EncodedExamples, FineTuning, fit_classifier
 from qklab.study.downstream import find_models, write_downstream_answer
 from qklab.study.spec import StudyError
 from qklab.train.launch import train

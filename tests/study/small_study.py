@@ -88,7 +88,7 @@ class InProcess:
     def wait(self, seconds: float) -> list[RunTask]:
         units, self.waiting = self.waiting, []
         for unit in units:
-            for tasks in [unit.tasks] if unit.together else [(task,) for task in unit.tasks]:
+            for tasks in unit.split_groups():
                 perform_runs(unit, tasks) if self.act is None else self.act(unit, tasks[0])
         return [task for unit in units for task in unit.tasks]
 

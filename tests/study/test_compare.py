@@ -205,15 +205,6 @@ def test_without_minutes_the_size_decides_and_no_machine_differs(quick: None, mo
     assert plan(WorkerSlots(1, 2), minutes=500).slots.threads == 2
 
 
-def test_compiling_is_the_studys_to_decide() -> None:
-    def study(tokens: int) -> StudySpec:
-        return compare.make_study("pico", ComparisonRequest(), tokens)
-
-    runs = 3 * 6  # learning rates and seeds that try them
-    assert compare.choose_execution(study(256 * (compare.COMPILED // runs - 1))) == {"compile": "no"}
-    assert compare.choose_execution(study(256 * compare.COMPILED // runs)) == {"compile": "auto"}
-
-
 def test_what_is_compared_stays(tmp_path: Path) -> None:
     asked = ComparisonRequest(arms=("k=v",), minutes=3.0, final_tokens=0)
     record = StudyRecord(compare.make_study("pico", asked, 512), [], dataclasses.asdict(asked.fill_defaults()))

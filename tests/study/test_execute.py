@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,11 @@ from qklab.study.plan import PlannedRun, plan_tuning_runs
 from qklab.study.progress import measure_run_progress
 from qklab.study.records import RunResult, is_in_use, read_result, read_study_record
 from qklab.study.schedule import SLACK
-from qklab.study.spec import StudyError, StudySpec
+from qklab.study.spec import StudyError, StudySpec, read_study
 from qklab.train.launch import train
 from qklab.train.spec import ExecutionSpec
+
+STUDIES = Path(__file__).parents[2] / "studies"
 
 # the undisturbed study
 
@@ -64,13 +67,54 @@ def test_runs_of_an_arm_go_together_where_that_is_asked_for(
     executor = InProcess()
     with Study(small_spec(corpus), tmp_path / "s", execution={"population": 8}).open() as study:
         results = study.carry_out(executor, RecordingDisplay())
-    assert [(len(unit.tasks), unit.together) for unit in executor.units] == [(2, True)] * 2 + [(1, False)] * 2
+    assert [(len(unit.tasks), unit.together) for unit in executor.units] == [(2, 2)] * 2 + [(1, 1)] * 2
     alone = {run.name: read_result(undisturbed_folder, run) for run in plan_tuning_runs(small_spec(corpus))}
     for result in results[:4]:
         before = alone[result.planned.name]
         assert before is not None
         assert result.value(find_metric("loss")) == pytest.approx(before.value(find_metric("loss")), rel=1e-4)
         assert result.process_seconds < result.summary["seconds_of_last_process"]["all"]
+
+
+def split_study(spec: StudySpec, folder: Path, slots: WorkerSlots) -> list[tuple[str, list[str], int, int]]:
+    """Of each process on these slots: arm, corpora, runs, and how many go together."""
+    study, waiting = Study(spec, folder), deque(plan_tuning_runs(spec))
+    found: list[tuple[str, list[str], int, int]] = []
+    while waiting:
+        runs, together = study.take_group(waiting, slots)
+        found.append((runs[0].arm, list(dict.fromkeys(run.corpus for run in runs)), len(runs), together))
+        assert {run.arm for run in runs} == {runs[0].arm}
+    return found
+
+
+def test_on_a_gpu_one_process_does_an_arm_on_every_task_of_one_shape(tmp_path: Path) -> None:
+    spec = read_study(STUDIES / "b8.toml")
+    spec = spec.replace(corpora=[*spec.corpora, "task:copy?length=48"])
+    same, other = spec.corpora[:5], spec.corpora[5:]
+    two = split_study(spec, tmp_path, WorkerSlots(2, 1, (0,)))
+    assert two == [(arm, own, 5 * len(own), 5) for own in (same, other) for arm in spec.arms]
+    many = split_study(spec, tmp_path, WorkerSlots(12, 1, tuple(range(12))))
+    parts = [(arm, own, 5 * len(own), 5) for own in (same[:3], same[3:4], same[4:], other) for arm in spec.arms]
+    assert many == parts  # no GPU is left without work
+    assert [runs for *_, runs, _ in split_study(spec, tmp_path, WorkerSlots(2, 1))] == [1] * 6 * 6 * 5
+
+
+def test_whether_compiling_pays_is_the_plans_to_say(tmp_path: Path) -> None:
+    spec = read_study(STUDIES / "b8.toml")
+
+    def is_compiled(spec: StudySpec, **execution: Any) -> str:
+        study, run = Study(spec, tmp_path, execution=execution), next(plan_tuning_runs(spec))
+        return study.make_unit([run], InProcess()).execution["compile"]
+
+    assert is_compiled(spec) == "no"
+    assert is_compiled(spec, compile="yes") == "yes"
+    long = spec.base | {"budget": {"tokens": 100_000_000}}
+    assert is_compiled(spec.replace(base=long)) == "no"  # a hundred thousand steps, each a CUDA graph
+    for steps, found in ((110, "no"), (130, "auto")):  # of 25 runs alone, which launch their kernels one by one
+        alone = spec.base | {"budget": {"tokens": steps * 1024}}
+        assert is_compiled(spec.replace(base=alone), population="off") == found
+    large = spec.base | {"model": {"layers": 6, "width": 256}, "budget": {"tokens": 70_000_000}}
+    assert is_compiled(spec.replace(base=large)) == "auto"
 
 
 @pytest.mark.parametrize("execution", [{"population": "many"}, {"population": 0}, {"keep": -1}])

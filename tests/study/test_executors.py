@@ -487,15 +487,23 @@ def test_a_unit_goes_on_to_its_next_run_until_one_does_not_end(
 def test_runs_that_go_together_are_performed_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "setsid", lambda: None)
     monkeypatch.setattr(worker, "StopListener", Listener)
-    logs, performed = list[Path](), list[int]()
+    logs, performed = list[Path](), list[list[str]]()
+
+    def perform(unit: Unit, tasks: Sequence[RunTask]) -> int:
+        performed.append([task.folder.name for task in tasks])
+        return 0
+
     monkeypatch.setattr(worker, "redirect_output", logs.append)
-    monkeypatch.setattr(worker, "perform_runs", lambda unit, tasks: performed.append(len(tasks)) or 0)
-    unit = dataclasses.replace(unit_of(*(tmp_path / name for name in "abc")), together=True)
+    monkeypatch.setattr(worker, "perform_runs", perform)
+    tasks = unit_of(*(tmp_path / name for name in "abcde")).tasks
+    corpora = ({"source": name} for name in ("reverse", "sort", "reverse", "reverse", "sort"))
+    tasks = tuple(dataclasses.replace(task, spec={"corpus": own}) for task, own in zip(tasks, corpora, strict=True))
+    unit = dataclasses.replace(unit_of(tmp_path), tasks=tasks, together=2)
     with pytest.raises(SystemExit) as left:
         perform_unit(unit, {})
-    assert (left.value.code, performed) == (0, [3])
-    assert set(logs) == {task.log for task in unit.tasks}
-    assert logs[-1] == unit.tasks[0].log
+    assert left.value.code == 0
+    assert performed == [["a", "c"], ["d"], ["b", "e"]]  # of one corpus, two at most, one model after another
+    assert [log.parent.name for log in logs] == ["c", "a", "d", "e", "b"]  # the first one's log says more
 
 
 def test_an_orphan_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

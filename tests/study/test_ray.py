@@ -340,7 +340,7 @@ def test_a_population_is_one_task_and_whoever_ended_stays_when_it_is_lost(
     (one,) = order.unit.tasks
     tasks = tuple(replace(one, name=f"run {number}", folder=tmp_path / f"{number}") for number in range(3))
     executor = RayExecutor("cpu", 2, say=lambda sentence: None)
-    executor.submit(replace(order.unit, tasks=tasks, together=True))
+    executor.submit(replace(order.unit, tasks=tasks, together=3))
     (tasks[0].folder / "checkpoints" / "step-0000000001").mkdir(parents=True)
     (tasks[0].folder / "summary.json").touch()
     fake.lost = {1}

@@ -1,7 +1,7 @@
 """Models that answer: tasks and masked text through training, evaluation, interruption and populations."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -32,6 +32,35 @@ def task(source: str, **changes: Any) -> tuple[RunSpec, ExecutionSpec]:
     plain["model"] = {name: value for name, value in TINY["model"].items() if name != "context"}
     plain["evaluation"] = {"times": 2, "tokens": 240, "probes": 1, "final_tokens": 0}
     return resolve_run(merge_settings(plain, changes))
+
+
+def test_populations_of_an_arm_on_tasks_of_one_shape_are_compiled_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after another in a process, as a study does them on a GPU."""
+    graphs: list[int] = []
+    plain = torch.compile
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(len(list(graph.parameters())))
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda module, **options: plain(module, backend=backend, **options))
+    torch._dynamo.reset()
+
+    def train_two(name: str, compiling: Literal["yes", "no"]) -> list[Any]:
+        spec, execution = task(f"task:{name}?length=12&{SMALL}", **BOTH_WAYS, model={"dropout": 0.1})
+        folders = [tmp_path / compiling / name / str(seed) for seed in range(2)]
+        train_population([spec.replace(seed=seed) for seed in range(2)], folders, execution.replace(compile=compiling))
+        return [losses(folder) for folder in folders]
+
+    for name in ("reverse", "sort"):
+        train_two(name, "yes")
+        assert len(graphs) == 1, name
+    compiled = train_two("copy", "yes")
+    assert len(graphs) == 1
+    for one, other in zip(compiled, train_two("copy", "no"), strict=True):
+        assert one == pytest.approx(other, rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -94,20 +94,19 @@ class CompareCommand:
                 request, slots=executor.slots, at_once=self.at_once, data=self.data, say=display.say
             )
             executor.slots, spec, asked = plan.slots, plan.study, plan.to_record(request)
-        execution = compare.choose_execution(spec)
         minutes = asked.get("minutes")
         left = None if minutes is None else compare.OVERTIME * minutes - (time.monotonic() - began) / 60
-        study = Study(spec, folder, data=self.data, execution=execution, asked=asked, extend_minutes=left)
+        study = Study(spec, folder, data=self.data, asked=asked, extend_minutes=left)
         return execute_and_report(study, lambda: executor, display, command)
 
     def execute_sizes(self, spec: Any, folder: Path, display: Any, command: str) -> int:
         from qklab.cli.study import execute_sizes
-        from qklab.study.compare import choose_execution, choose_slots
+        from qklab.study.compare import choose_slots
         from qklab.study.execute import Study
         from qklab.study.executors.local import LocalExecutor
 
         def make_study(part: Any, where: Path, minutes: float | None) -> Study:
-            return Study(part, where, data=self.data, execution=choose_execution(part), minutes=minutes)
+            return Study(part, where, data=self.data, minutes=minutes)
 
         def make_executor(part: Any) -> LocalExecutor:
             executor = LocalExecutor(self.device, self.at_once, say=display.say)

@@ -20,7 +20,7 @@ class FinetuneCommand:
         limit: only so many training examples
         margin: a difference of the score, in points of 100, that does not matter
         device: cpu or cuda; auto takes a GPU if there is one
-        out: the folder for what comes of each fine-tuning; the same command goes on where it was
+        out: the folder for what comes of each fine-tuning; the same command goes on where it was, also within one
     """
 
     models: Positional[tuple[Path, ...]]
@@ -39,15 +39,11 @@ class FinetuneCommand:
             from qklab.hf.finetune import finetune_all
         except ImportError as error:
             raise ValueError(str(error)) from error
-        import torch
-
         from qklab.study.downstream import find_models, write_downstream_answer
+        from qklab.train.spec import ExecutionSpec
 
         if not self.models or self.seeds < 1 or not self.lrs:
             raise ValueError("fine-tuning needs a model, a seed and a learning rate; see qklab finetune --help.")
-        device = self.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
         models = find_models(self.models, self.seeds)
         found = finetune_all(
             models,
@@ -57,7 +53,7 @@ class FinetuneCommand:
             lrs=self.lrs,
             limit=self.limit,
             epochs=self.epochs,
-            device=device,
+            execution=ExecutionSpec(device=self.device),
         )
         print(write_downstream_answer(found, self.margin))
         return 0

@@ -9,6 +9,7 @@ A line is one of four kinds, told apart by its keys:
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -182,12 +183,16 @@ def describe_file(name: str, path: Path, kind: str) -> LocalTask:
 
 
 def measure_guessing(name: str, data: Path, limit: int | None = None) -> float | None:
-    """The share of questions that guessing gets right; None where there is nothing to choose among."""
+    """The share of questions that guessing gets right; where all have the same choices, such as yes and no, that saying
+    the most frequent one does. None where there is nothing to choose among."""
     shares: list[float] = []
     for path in find_question_files(name, data):
         kind, lines = read_lines(path)
         questions = [make_question(kind, line, describe_file(name, path, kind)) for line in lines[:limit]]
         if "choices" not in questions[0]:
             return None
-        shares.append(fmean(1 / len(question["choices"]) for question in questions))
+        guessing = fmean(1 / len(question["choices"]) for question in questions)
+        if all(question["choices"] == questions[0]["choices"] for question in questions):
+            guessing = max(Counter(question["gold"] for question in questions).values()) / len(questions)
+        shares.append(guessing)
     return fmean(shares)

@@ -5,8 +5,9 @@ import hashlib
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -139,23 +140,28 @@ def load_harness_tasks(manager: Any, name: str) -> list[Any]:
     return [loaded["groups"][name]] if name in loaded["groups"] else list(loaded["tasks"].values())
 
 
-def make_scorer(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", batch_size: int) -> Any:
-    """The harness's model around ours; it counts the texts whose beginning did not fit."""
+def make_scorer(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    batch_size: int,
+    tick: Callable[[float], None] = lambda done: None,
+) -> Any:
+    """The harness's model around ours; it counts the texts whose beginning did not fit, and calls `tick` with the share
+    of an evaluation that is done."""
     from lm_eval.models import huggingface
 
     harness: Any = huggingface.HFLM
 
     class Scorer(harness):
-        cut = 0
+        cut = asked = done = 0
 
         def _loglikelihood_tokens(self, requests: Any, *arguments: Any, **options: Any) -> Any:
             known = self.model.get_input_embeddings().num_embeddings
-            for _, context_ids, ids in requests:
-                if not 0 < len(ids) <= self.max_length:
-                    raise ValueError(
-                        f"an answer must have between 1 and the model's {self.max_length} tokens, but one has "
-                        f"{len(ids)}: {self.tok_decode(ids[:20])!r}…"
-                    )
+            pieces: list[Any] = []
+            counts: list[int] = []
+            for text, context_ids, ids in requests:
+                if not ids:
+                    raise ValueError(f"an answer must have at least 1 token, but one after {text[0][-40:]!r} has none.")
                 largest = max(*context_ids, *ids)
                 if largest >= known:
                     raise ValueError(
@@ -163,24 +169,53 @@ def make_scorer(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", 
                         "belong together."
                     )
                 self.cut += len(context_ids) + len(ids) > self.max_length + 1
-            return super()._loglikelihood_tokens(requests, *arguments, **options)
+                own = split_answer(context_ids, ids, self.max_length)
+                pieces += [(text if len(own) == 1 else None, *piece) for piece in own]
+                counts.append(len(own))
+            self.asked, self.done = len(pieces), 0
+            found = iter(super()._loglikelihood_tokens(pieces, *arguments, **options))
+            return [join_answer(list(islice(found, count))) for count in counts]
+
+        def _model_call(self, inps: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+            tick(min(1.0, self.done / max(1, self.asked)))
+            self.done += len(inps)
+            return super()._model_call(inps, *arguments, **options)
 
     return Scorer(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
 
 
+def split_answer(context: list[int], answer: list[int], longest: int) -> list[tuple[list[int], list[int]]]:
+    """An answer and its context as the model reads them: whole, or, where the answer alone does not fit, in pieces of
+    half of what the model sees, each after all that precedes it."""
+    if len(answer) <= longest:
+        return [(context, answer)]
+    half = max(1, longest // 2)
+    return [(context + answer[:first], answer[first : first + half]) for first in range(0, len(answer), half)]
+
+
+def join_answer(pieces: list[tuple[float, bool]]) -> tuple[float, bool]:
+    """Log-probability of an answer, and whether greedy decoding says it."""
+    return sum(value for value, _ in pieces), all(greedy for _, greedy in pieces)
+
+
 @contextlib.contextmanager
 def silence_harness() -> Iterator[None]:
-    """The harness's progress and errors on stderr, without its advice."""
+    """The harness's progress and errors on stderr, without its advice; and without its list of every installed package,
+    which takes seconds for each result and is not kept."""
+    from lm_eval import evaluator
+
     names = ("lm_eval", "huggingface_hub", "datasets")
     levels = {name: logging.getLogger(name).level for name in names}
-    before = os.environ.get("DISABLE_MULTIPROC")
+    before, survey = os.environ.get("DISABLE_MULTIPROC"), evaluator.add_env_info
     try:
+        evaluator.add_env_info = lambda storage: None
         for name in names:
             logging.getLogger(name).setLevel(logging.ERROR)
         os.environ["DISABLE_MULTIPROC"] = "1"  # one lot of resamplings: a pool of processes would gain nothing
         with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:
+        evaluator.add_env_info = survey
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)
         os.environ.pop("DISABLE_MULTIPROC") if before is None else os.environ.update(DISABLE_MULTIPROC=before)
@@ -286,11 +321,12 @@ def run_harness(
     batch_size: int,
     fewshot: int | None,
     seed: int,
+    tick: Callable[[float], None] = lambda done: None,
 ) -> dict[str, Any]:
-    """What the harness says."""
+    """What the harness says; `tick` is told the share that is done."""
     import lm_eval
 
-    lm = make_scorer(model, tokenizer, batch_size)
+    lm = make_scorer(model, tokenizer, batch_size, tick)
     harness: Any = lm_eval.simple_evaluate
     results = harness(
         model=lm,

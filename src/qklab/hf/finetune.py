@@ -2,49 +2,44 @@
 dev.
 
 A fine-tuning is a pure function of model, task, learning rate and seed, and leaves one file; the same command again
-does those whose file is missing.
+does those whose file is missing, the one that was interrupted from where it was.
 """
 
 import hashlib
 import json
-import math
+import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForSequenceClassification
 
 from qklab.data.glue import Examples, GlueTask, find_glue_task, read_glue, score_answers, score_constant
-from qklab.data.order import make_permutation
-from qklab.hf.evaluate import hash_weights, load_for_evaluation
+from qklab.hf.evaluate import choose_device, hash_weights, load_for_evaluation
 from qklab.hf.export import ExportedModel
+from qklab.hf.fit import EncodedExamples, FineTuning, FitProgress, fit_classifier
 from qklab.hf.model import QKLabForCausalLM, QKLabForMaskedLM, QKLabForSequenceClassification
+from qklab.runs.directory import RunDirectory
 from qklab.runs.files import write_json
+from qklab.runs.signals import StopRequest
+from qklab.train.checkpoint import Checkpoints
+from qklab.train.launch import EXIT_CODES
+from qklab.train.score import ScoringWork
+from qklab.train.spec import ExecutionSpec
+from qklab.train.summary import InterruptedEvaluationError
 
-FORMAT = 1
+FORMAT = 2  # 1 drew dropout otherwise
 LONGEST = 128  # tokens of a text, as is usual for GLUE
 
 
-@dataclass(frozen=True)
-class FineTuning:
-    """How a model is fine-tuned: AdamW, a linear way up over `warmup` of the steps and down to 0."""
+class FineTuningInterrupted(ValueError):  # noqa: N818
+    """Fine-tunings that were asked to stop and have saved how far they are; `code` is the exit code that says so."""
 
-    lr: float
-    seed: int
-    epochs: int = 3
-    batch: int = 32
-    warmup: float = 0.06
-    weight_decay: float = 0.01
-
-    def factor(self, step: int, steps: int) -> float:
-        """Of the learning rate at a step, counted from 0, as Transformers' linear schedule has it."""
-        rising = math.ceil(self.warmup * steps)
-        return step / rising if step < rising else (steps - step) / max(1, steps - rising)
+    code: ClassVar[int] = EXIT_CODES["interrupted"]
 
 
 def load_classifier(folder: Path, labels: int, seed: int, device: str = "cpu") -> tuple[nn.Module, Any]:
@@ -86,89 +81,56 @@ def refuse_converted_folder(folder: Path) -> None:
         )
 
 
-class EncodedExamples:
-    """Examples as tokens, in batches padded on the right."""
-
-    def __init__(self, examples: Examples, tokenizer: Any, longest: int):
-        self.tokenizer, self.labels = tokenizer, torch.from_numpy(examples.labels)
-        first, *second = ([text[i] for text in examples.texts] for i in range(len(examples.texts[0])))
-        pairs = {"text_pair": second[0]} if second else {}
-        self.ids = tokenizer(first, **pairs, truncation=True, max_length=longest)["input_ids"]
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def batch(self, places: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """ids, mask [B, T] and labels [B]."""
-        rows = [self.ids[place] for place in places]
-        width = max(map(len, rows))
-        ids = torch.full((len(rows), width), self.tokenizer.pad_token_id)
-        for row, tokens in enumerate(rows):
-            ids[row, : len(tokens)] = torch.tensor(tokens)
-        lengths = torch.tensor([len(tokens) for tokens in rows])
-        return ids, (torch.arange(width) < lengths[:, None]).long(), self.labels[torch.tensor(places)]
-
-
-def compute_loss(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor], device: str) -> Tensor:
-    """Cross-entropy, or the squared error where a label is a number."""
-    ids, mask, labels = (tensor.to(device) for tensor in batch)
-    outputs = model(input_ids=ids, attention_mask=mask).logits
-    if labels.is_floating_point():
-        return nn.functional.mse_loss(outputs[:, 0].float(), labels)
-    return nn.functional.cross_entropy(outputs.float(), labels)
-
-
-def fit_classifier(model: nn.Module, examples: EncodedExamples, how: FineTuning, device: str) -> list[float]:
-    """Train on the examples in an order that follows from the seed; the loss of every step."""
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": how.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    optimiser = torch.optim.AdamW(groups, lr=how.lr)
-    each = -(-len(examples) // how.batch)
-    losses = []
-    model.train()
-    torch.manual_seed(how.seed)
-    for epoch in range(how.epochs):
-        order = make_permutation(len(examples), how.seed, epoch, 6)
-        for first in range(0, len(examples), how.batch):
-            for group in optimiser.param_groups:
-                group["lr"] = how.lr * how.factor(len(losses), how.epochs * each)
-            loss = compute_loss(model, examples.batch(order[first : first + how.batch].tolist()), device)
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimiser.step()
-            optimiser.zero_grad()
-            losses.append(loss.item())
-    return losses
-
-
 @torch.no_grad()
-def predict(model: nn.Module, examples: EncodedExamples, device: str, batch: int = 64) -> np.ndarray:
-    """The model's outputs [n, labels]."""
+def predict(
+    model: nn.Module,
+    examples: EncodedExamples,
+    device: str,
+    batch: int = 64,
+    tick: Callable[[], None] = lambda: None,
+) -> np.ndarray:
+    """The model's outputs [n, labels]; `tick` is called before each batch."""
     model.eval()
     parts = []
     for first in range(0, len(examples), batch):
+        tick()
         ids, mask, _ = examples.batch(range(first, min(first + batch, len(examples))))
         parts.append(model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits.float().cpu())
     return torch.cat(parts).numpy()
 
 
 def finetune(
-    folder: Path, task: GlueTask, data: Mapping[str, Examples], how: FineTuning, device: str = "cpu"
+    folder: Path,
+    task: GlueTask,
+    data: Mapping[str, Examples],
+    how: FineTuning,
+    device: str = "cpu",
+    progress: FitProgress | None = None,
 ) -> dict[str, Any]:
     """Fine-tune the model of a folder; its scores on the held-out examples and on dev."""
     model, tokenizer = load_classifier(folder, max(1, len(task.words)), how.seed, device)
-    return finetune_classifier(model, tokenizer, task, data, how, device)
+    return finetune_classifier(model, tokenizer, task, data, how, device, progress)
 
 
 def finetune_classifier(
-    model: Any, tokenizer: Any, task: GlueTask, data: Mapping[str, Examples], how: FineTuning, device: str
+    model: Any,
+    tokenizer: Any,
+    task: GlueTask,
+    data: Mapping[str, Examples],
+    how: FineTuning,
+    device: str,
+    progress: FitProgress | None = None,
 ) -> dict[str, Any]:
     room = getattr(model.config, "max_position_embeddings", None) or getattr(tokenizer, "model_max_length", LONGEST)
     encoded = {split: EncodedExamples(own, tokenizer, min(LONGEST, room)) for split, own in data.items()}
-    losses = fit_classifier(model, encoded["train"], how, device)
+    losses = fit_classifier(model, encoded["train"], how, device, progress)
+
+    def tick() -> None:
+        if progress is not None:
+            progress.note(losses)
+
     scores = {
-        split: score_answers(task, predict(model, encoded[split], device), data[split].labels)
+        split: score_answers(task, predict(model, encoded[split], device, tick=tick), data[split].labels)
         for split in ("valid", "test")
     }
     return {"scores": scores, "first_loss": losses[0], "last_loss": losses[-1], "steps": len(losses)}
@@ -183,20 +145,31 @@ def finetune_all(
     lrs: Sequence[float],
     limit: int | None = None,
     epochs: int = 3,
-    device: str = "cpu",
+    execution: ExecutionSpec | None = None,
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Arm → seed → folder of a model: fine-tune each at every learning rate, choose an arm's rate by its mean score on
     the held-out examples, and give the scores on dev at that rate: {"scores": {arm: {seed: …}}, "lrs", "chance"}."""
-    task, examples = find_glue_task(name), read_glue(name, data, limit)
+    task, examples, execution = find_glue_task(name), read_glue(name, data, limit), execution or ExecutionSpec()
+    device = choose_device(execution.device)
     found: dict[tuple[str, float, int], dict[str, Any]] = {}
-    for arm, seeds in models.items():
-        for lr in lrs:
-            for seed, folder in seeds.items():
-                how = FineTuning(lr, seed, epochs)
-                found[arm, lr, seed] = finetune_once(folder, name, examples, how, out, device)
-                score = found[arm, lr, seed]["scores"]["test"]["glue"]
-                say(f"{arm} · {name} · lr {lr:g} · seed {seed}: {100 * score:.2f}")
+    with StopRequest() as stop:
+        work = ScoringWork(out, execution, stop)
+        for arm, lr, seed in [(arm, lr, seed) for arm, seeds in models.items() for lr in lrs for seed in seeds]:
+            folder, how = models[arm][seed], FineTuning(lr, seed, epochs)
+            weights = hash_weights(load_for_evaluation(folder, device="cpu")[0])
+
+            def begin(progress: FitProgress, folder: Path = folder, how: FineTuning = how) -> dict[str, Any]:
+                return {"model": str(folder)} | finetune(folder, task, examples, how, device, progress)
+
+            which = f"{arm} · {name} · lr {lr:g} · seed {seed}"
+            try:
+                found[arm, lr, seed] = finetune_once(name, examples, weights, how, work, begin)
+            except InterruptedEvaluationError:
+                raise FineTuningInterrupted(
+                    f"stopped by {stop.came} in {which}, everything is saved; the same command continues."
+                ) from None
+            say(f"{which}: {100 * found[arm, lr, seed]['scores']['test']['glue']:.2f}")
     chosen = {
         arm: max(lrs, key=lambda lr: fmean(found[arm, lr, seed]["scores"]["valid"]["glue"] for seed in seeds))
         for arm, seeds in models.items()
@@ -210,21 +183,30 @@ def finetune_all(
 
 
 def finetune_once(
-    folder: Path, name: str, examples: Mapping[str, Examples], how: FineTuning, out: Path, device: str
+    name: str,
+    examples: Mapping[str, Examples],
+    weights: str,
+    how: FineTuning,
+    work: ScoringWork,
+    begin: Callable[[FitProgress], dict[str, Any]],
 ) -> dict[str, Any]:
-    """What a file of an earlier call says, or what comes of it now."""
+    """What a file in the work's folder says of a fine-tuning of these weights, or what `begin` gives now, from where
+    that was left. Beside the file lies, until it is there, what the fit goes on from."""
     about = {
         "format": FORMAT,
         "task": name,
         "examples": {split: len(own.texts) for split, own in examples.items()},
-        "weights": hash_weights(load_for_evaluation(folder, device="cpu")[0]),
+        "weights": weights,
         "how": how.__dict__,
     }
     key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
-    path = out / f"{name}-lr{how.lr:g}-seed{how.seed}-{key}.json"
-    if path.exists():
-        return json.loads(path.read_text(encoding="utf-8"))
-    result = about | {"model": str(folder)} | finetune(folder, find_glue_task(name), examples, how, device)
-    out.mkdir(parents=True, exist_ok=True)
-    write_json(path, result)
-    return result
+    path = work.folder / f"{name}-lr{how.lr:g}-seed{how.seed}-{key}.json"
+    unfinished = RunDirectory(path.with_suffix(""))
+    if not path.exists():
+        work.leave_if_asked()
+        with unfinished.lock():
+            checkpoints = Checkpoints(unfinished.checkpoints_path, keep=1, run=key)
+            write_json(path, about | begin(FitProgress(checkpoints, work)))
+            checkpoints.wait()
+    shutil.rmtree(unfinished.path, ignore_errors=True)
+    return json.loads(path.read_text(encoding="utf-8"))

@@ -27,15 +27,21 @@ class PopulationOptimiser:
         specs: One per member, all of one kind.
         stacked: The model; every parameter is [S, …].
         controls: Logit control, one per member, all of one method and norm.
+        compiles: Whether the update is compiled, which a GPU takes seconds for and then fewer kernels.
     """
 
     def __init__(
-        self, specs: Sequence[OptimiserSpec], stacked: nn.Module, controls: Sequence[LogitControlSpec] | None = None
+        self,
+        specs: Sequence[OptimiserSpec],
+        stacked: nn.Module,
+        controls: Sequence[LogitControlSpec] | None = None,
+        compiles: bool = False,
     ):
         self.parameters = dict(stacked.named_parameters())
         refuse_mixture(specs, self.parameters)
         first = next(iter(self.parameters.values()))
         self.device, self.dtype = first.device, first.dtype
+        self.compiles = compiles and self.device.type == "cuda"
         self.clips = any(spec.clip for spec in specs)
         self.numbers = {
             name: torch.tensor([getattr(spec, name) for spec in specs], dtype=torch.float64, device=self.device)
@@ -66,9 +72,10 @@ class PopulationOptimiser:
         weights = {name: parameter.detach() for name, parameter in self.parameters.items()}
         self.steps += ~skip
         tables = (weights, gradients, self.state["exp_avg"], self.state["exp_avg_sq"], self.decays, speeds, shrinks)
-        update_adamw(*select_tables(self.rest, *tables), numbers=self.adamw_numbers(clips, lrs), skip=skip)
+        numbers = self.adamw_numbers(clips, lrs)
+        update_adamw(*select_tables(self.rest, *tables), numbers=numbers, skip=skip, compiles=self.compiles)
         if self.orthogonal:
-            fuse(update_muon, self.device)(
+            fuse(update_muon, self.compiles)(
                 *select_tables(self.orthogonal, weights, gradients, self.state["momentum_buffer"], speeds, shrinks),
                 self.alike,
                 self.muon_numbers(clips, lrs),

@@ -73,7 +73,7 @@ class PopulationControl:
             return [group.spectral(self.read_matrix) for group in self.groups]
         weights = [self.of_members(source.tensor) for source in self.rows.sources]
         gains = [None if source.gain is None else self.of_members(source.gain) for source in self.rows.sources]
-        squares = fuse(square_rows, self.rows.device)(weights, gains).to(self.rows.precision)
+        squares = fuse(square_rows, self.rows.device.type == "cuda")(weights, gains).to(self.rows.precision)
         return [group.frobenius(squares) for group in self.groups]
 
     def of_members(self, share: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ def update_adamw(
     shrinks: Factors,
     numbers: Tensor,
     skip: Tensor,
+    compiles: bool,
 ) -> None:
     """torch's AdamW; `numbers` [8, S]: what the gradient is clipped to, 1 − β₁, β₂, 1 − β₂, 1/√(1 − β₂ᵗ), ε,
     lr/(1 − β₁ᵗ) and 1 − lr·decay.
@@ -36,7 +37,7 @@ def update_adamw(
     A kernel for each parameter, compiled once for each number of weights: one graph of all of them takes longer to
     compile than the model's, and anew for every arm.
     """
-    update = fuse(update_one, numbers.device)
+    update = fuse(update_one, compiles)
     for *tensors, decay, speed, shrink in zip(
         parameters, gradients, averages, squares, decays, speeds, shrinks, strict=True
     ):
@@ -134,9 +135,9 @@ def square_rows(weights: Sequence[Tensor], gains: Factors) -> Tensor:
     return torch.cat([m.square() if m.dim() == 2 else m.square().sum(-1) for m in matrices], -1)
 
 
-def fuse(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """The function itself; on a GPU as few kernels, each tensor read and written once."""
-    return compile_once(function) if device.type == "cuda" and not torch.compiler.is_compiling() else function
+def fuse(function: Callable[..., Any], compiles: bool) -> Callable[..., Any]:
+    """The function itself, or compiled: as few kernels, each tensor read and written once."""
+    return compile_once(function) if compiles and not torch.compiler.is_compiling() else function
 
 
 @functools.cache

@@ -5,6 +5,7 @@ metrics.jsonl   what was measured, step by step
 probes/         one JSON file per probe
 checkpoints/    what training continues from
 evaluating.json how far the final evaluation is, once it was stopped
+scoring/        what of its benchmarks is done, until all are
 summary.json    how it ended
 lock            held while a process works in the directory
 """
@@ -19,6 +20,7 @@ from qklab.runs.metrics import read_metrics
 
 FORMAT = 1
 EVALUATING = "evaluating.json"
+SCORING = "scoring"
 NEEDED = {"run.json": ("id", "spec", "data", "environment"), "summary.json": ("status", "evaluation")}
 
 

@@ -40,7 +40,6 @@ PROBES = 6  # enough for a curve of how logits grow
 LEAST_READ = 16_384  # tokens that tell losses apart by about 0.03
 LEAST_BYTES, BYTES_PER_TOKEN = 8_000_000, 8  # more than a token has, and so enough
 LEAST_STEPS = 20
-COMPILED = 3000  # steps of a run on a GPU that make up for the time it takes to compile it
 MARGIN, MARGIN_IN_BITS = 0.01, 0.004  # nats per token, and about as much in bits per byte
 TASK_MARGIN = 1.0  # percentage points of accuracy
 TASK_SEQUENCES = 32
@@ -418,14 +417,6 @@ def refuse_other_comparison(study: StudySpec, folder: Path, request: ComparisonR
 
 def join_words(names: str | int | Sequence[str]) -> str:
     return str(names) if isinstance(names, str | int) else ", ".join(names)
-
-
-def choose_execution(study: StudySpec) -> dict[str, Any]:
-    """How the runs of a comparison are carried out: compiled on a GPU where that pays. The study alone decides, so
-    that runs added later are carried out alike."""
-    steps = study.run(study.baseline, study.corpora[0], study.lrs[0], 0).steps
-    together = len(study.lrs) * study.tuning_seeds  # which on a GPU are compiled once
-    return {"compile": "auto" if steps is None or steps * together >= COMPILED else "no"}
 
 
 def default_comparison_folder(texts: Sequence[str], sizes: Sequence[str] | None = None) -> Path:

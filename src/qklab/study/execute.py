@@ -28,7 +28,7 @@ from qklab.study.remote import RemoteStudy
 from qklab.study.schedule import RunSchedule
 from qklab.study.spec import StudyError, StudySpec
 from qklab.train.launch import EXIT_CODES
-from qklab.train.population import choose_population_size, describe_shape, explain_solo
+from qklab.train.population import choose_population_size, describe_shape, does_compiling_pay, explain_solo
 from qklab.train.score import open_scorer
 from qklab.train.spec import ExecutionSpec
 
@@ -131,7 +131,7 @@ class Study:
                 self.refuse_overtime(self.seconds_left() <= 0)
                 while executor.free and waiting:
                     runs, together = self.take_group(waiting, executor.slots)
-                    while len(runs) > 1 and not together and self.runs.estimate_seconds(runs) > self.seconds_left():
+                    while len(runs) > together and self.runs.estimate_seconds(runs) > self.seconds_left():
                         waiting.appendleft(runs.pop())
                     if self.runs.estimate_seconds(runs) > self.seconds_left():
                         waiting.extendleft(reversed(runs))
@@ -193,25 +193,32 @@ class Study:
                     "the minutes asked for."
                 )
 
-    def take_group(self, waiting: deque[PlannedRun], slots: WorkerSlots) -> tuple[list[PlannedRun], bool]:
-        """The next run and those that go into one process with it, and whether they go together.
+    def take_group(self, waiting: deque[PlannedRun], slots: WorkerSlots) -> tuple[list[PlannedRun], int]:
+        """The next run and those that go into one process with it, and how many of them go together.
 
-        Runs that differ in seed and learning rate alone share what is compiled for them; small ones are trained as one
-        model. On a CPU every run has a process of its own, unless it is said otherwise.
+        Runs that differ in corpus, seed and learning rate alone share what is compiled for them; small ones of one
+        corpus are trained as one model, and one process does one corpus after another where other arms are enough for
+        the other slots. On a CPU every run has a process of its own, unless it is said otherwise.
         """
         first, population = waiting[0], self.execution.get("population", "auto")
         if population == "off" or (population == "auto" and not slots.gpus):
-            return [waiting.popleft()], False
-        shape = describe_shape(self.runs.resolve(first))
-        alike = [run for run in waiting if describe_shape(self.runs.resolve(run)) == shape]
-        together = choose_population_size(self.runs.resolve(first), slots.device, population, len(alike))
-        count = together
-        if together == 1 and slots.gpus and population == "auto":
-            count = -(-len(alike) // slots.count)
-        group = alike[:count]
+            return [waiting.popleft()], 1
+        shapes = {run: describe_shape(self.runs.resolve(run)) | {"corpus": None} for run in waiting}
+        alike = [run for run in waiting if shapes[run] == shapes[first]]
+        group = [run for run in alike if run.corpus == first.corpus]
+        together = choose_population_size(self.runs.resolve(first), slots.device, population, len(group))
+        if not slots.gpus or population != "auto" or 1 < together < len(group):
+            group = group[:together]
+        elif together == 1:
+            group = alike[: -(-len(alike) // slots.count)]
+        else:
+            arms, corpora = {run.arm for run in waiting}, list(dict.fromkeys(run.corpus for run in alike))
+            processes = -(-slots.count // len(arms))
+            kept = corpora[: -(-len(corpora) // processes)]
+            group = [run for run in alike if run.corpus in kept]
         for run in group:
             waiting.remove(run)
-        return group, together > 1
+        return group, together
 
     def say_why_alone(self, run: PlannedRun, slots: WorkerSlots, display: Display) -> None:
         """Say once of an arm that its runs cannot be trained as one model, where others are."""
@@ -221,19 +228,26 @@ class Study:
         if reason := explain_solo(self.runs.resolve(run)):
             display.say(f"{run.arm} is trained run by run: {reason}.")
 
-    def make_unit(self, runs: Sequence[PlannedRun], executor: Executor, together: bool = False) -> Unit:
+    def make_unit(self, runs: Sequence[PlannedRun], executor: Executor, together: int = 1) -> Unit:
         """The unit of work of these runs, which go in one process."""
         device = {"device": executor.slots.device, "threads": executor.slots.threads}
+        compiling = {"compile": "auto" if self.pays_to_compile(runs[0]) else "no"}
         tasks = [RunTask(run.name, self.runs.resolve(run).to_dict(), run.folder_in(self.folder)) for run in runs]
         return Unit(
             tasks=tuple(tasks),
             study=self.folder,
             fingerprint=self.spec.fingerprint,
-            execution=self.execution | device,
+            execution=compiling | self.execution | device,
             data=self.data,
             url=None if self.remote is None else self.remote.url,
-            together=together and len(runs) > 1,
+            together=together,
         )
+
+    def pays_to_compile(self, run: PlannedRun) -> bool:
+        """Whether an arm's runs gain on a GPU what compiling takes. The plan alone decides, so that runs added later
+        are carried out alike."""
+        runs = len(self.spec.corpora) * self.spec.tuning_seeds * len(self.spec.lrs)
+        return does_compiling_pay(self.runs.resolve(run), runs, self.execution.get("population", "auto"))
 
     def note_end(self, run: PlannedRun, display: Display) -> None:
         """Read the result of a run that ended, which may take a moment to be seen from here."""

@@ -191,10 +191,8 @@ class Loop:
         return self.execution.keep > 0 and (improved or self.measure_progress() >= 1)
 
     def is_checkpoint_due(self) -> bool:
-        if self.execution.checkpoint_steps is not None:
-            return self.state.step % self.execution.checkpoint_steps == 0
-        late = time.monotonic() - self.last_save > 60 * self.execution.checkpoint_minutes
-        return sum_over_ranks(late and self.machine.main)[0] > 0
+        due = self.execution.is_checkpoint_due(self.state.step, time.monotonic() - self.last_save)
+        return sum_over_ranks(due and self.machine.main)[0] > 0
 
     def tokens_per_second(self) -> float:
         """Over all training steps but the first; what all runs see counts."""

@@ -34,6 +34,13 @@ MEMORY_SHARE = 0.4
 STATE_BYTES = 18  # a parameter
 # numbers kept for each token and layer, in units of the width and of the MLP's: a little more than nano and mini took
 ACTIVATIONS, KEPT_MLP = 10, 3
+# What a compiled step takes and what it gains on a GPU, in seconds. An H200 took 24 to 43 s for the first step of a run
+# or population; 3,000 steps of a run alone, whose kernels the host launches, make up for that. A population's step is a
+# CUDA graph, compiled or not: compiling only spares it what its kernels write and read in between, a third of a step.
+# At the speeds measured for nano, micro and mini that is 2.9, 12 and 12 ms, or as much for each token, layer and unit
+# of width. So fifteen runs of nano need ten thousand steps, and five of two layers, width 64 and 1,024 tokens a step
+# half a million.
+COMPILING, SAVED_LAUNCHES, SAVED_TRAFFIC = 30.0, 0.01, 7e-11
 WARM_UP = 3  # steps before one is recorded as a CUDA graph: by then everything is compiled and allocated
 
 
@@ -68,7 +75,8 @@ class PopulationTrainer(BaseTrainer):
         compiles = should_compile(execution, machine)
         self.call = torch.compile(self.objective, dynamic=False) if compiles else self.objective
         controls = [spec.logit_control for spec in specs]
-        self.optimiser = PopulationOptimiser([spec.optimiser for spec in specs], self.decoder, controls)
+        numbers = [spec.optimiser for spec in specs]
+        self.optimiser = PopulationOptimiser(numbers, self.decoder, controls, compiles=compiles)
         seeds = list(dict.fromkeys(spec.seed for spec in specs))
         self.orders = SharedOrder([order_windows(self.spec.replace(seed=seed), corpus) for seed in seeds])
         self.reads = torch.tensor([seeds.index(spec.seed) for spec in specs], device=machine.device)
@@ -170,6 +178,15 @@ def choose_population_size(spec: RunSpec, device: str, population: str | int, ru
         return 1
     fitting = max(1, int(min(runs, measure_device_memory() / estimate_bytes(spec))))
     return math.ceil(runs / math.ceil(runs / fitting))
+
+
+def does_compiling_pay(spec: RunSpec, runs: int, population: str | int) -> bool:
+    """Whether so many runs of this shape gain as much on a GPU by a compiled step as it takes to compile it."""
+    if spec.steps is None:
+        return True
+    launches = SAVED_LAUNCHES if choose_population_size(spec, "cuda", population, runs) == 1 else 0.0
+    traffic = SAVED_TRAFFIC * spec.tokens_per_step * spec.model.layers * spec.model.width
+    return runs * spec.steps * (launches + traffic) >= COMPILING
 
 
 def measure_device_memory() -> float:

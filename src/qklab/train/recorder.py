@@ -1,10 +1,11 @@
 """What a run writes down while it trains: metrics.jsonl, probes/, summary.json, and copies for other tools."""
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from qklab.runs.directory import EVALUATING, RunDirectory
+from qklab.runs.directory import EVALUATING, SCORING, RunDirectory
 from qklab.runs.files import remove_temporaries, write_json
 from qklab.runs.metrics import MetricsFile
 from qklab.runs.sinks import Sinks
@@ -68,7 +69,12 @@ class RunRecorder:
         """Write the summary, once all else is on the disk; called on all ranks."""
         self.flush()
         call_on_first_rank(lambda: self.directory.write("summary.json", summary))
-        call_on_first_rank(lambda: (self.directory.path / EVALUATING).unlink(missing_ok=True))
+        call_on_first_rank(self.delete_unfinished)
+
+    def delete_unfinished(self) -> None:
+        """Delete what is only there to go on from before the summary."""
+        (self.directory.path / EVALUATING).unlink(missing_ok=True)
+        shutil.rmtree(self.directory.path / SCORING, ignore_errors=True)
 
     def close(self) -> None:
         self.sinks.close()

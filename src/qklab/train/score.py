@@ -3,25 +3,46 @@
 Who scores is found by name, since it needs more than training does; `qklab.hf.benchmarks` has ours.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from qklab import register
 from qklab.data.tokenizer import Tokenizer
 from qklab.model.decoder import Decoder
-from qklab.runs.directory import RunError
+from qklab.runs.directory import SCORING, RunError
 from qklab.runs.signals import StopRequest
 from qklab.train.loop import Loop
 from qklab.train.machine import Machine
-from qklab.train.spec import RunSpec
+from qklab.train.spec import ExecutionSpec, RunSpec
 from qklab.train.summary import InterruptedEvaluationError
+
+
+@dataclass(frozen=True)
+class ScoringWork:
+    """How scoring goes on where it was: the folder that keeps what is done, how often a fine-tuning is saved there, who
+    may ask it to stop, and who is told how far it is."""
+
+    folder: Path
+    execution: ExecutionSpec
+    stop: StopRequest
+    show: Callable[[str], None] = lambda sentence: None
+
+    def leave_if_asked(self) -> None:
+        if self.stop.came is not None:
+            raise InterruptedEvaluationError
+
+    def tick(self, name: str, done: float) -> None:
+        """Say what share of a benchmark is done."""
+        self.leave_if_asked()
+        self.show(f"benchmark {name}: {done:.0%}")
 
 
 class Scorer(Protocol):
     """An entry of `register.scorer` makes one from a BenchmarkSpec and the folder of data."""
 
-    def score(self, decoder: Decoder, tokenizer: Tokenizer, seed: int) -> dict[str, dict[str, Any]]:
+    def score(self, decoder: Decoder, tokenizer: Tokenizer, seed: int, work: ScoringWork) -> dict[str, dict[str, Any]]:
         """Name of a benchmark → its `score` from 0 to 1, `chance` where it has one, and what else is known of it."""
         ...
 
@@ -43,12 +64,18 @@ def open_scorer(spec: RunSpec, data: Path | None, machine: Machine | None = None
 def add_benchmarks(loop: Loop, scorer: Scorer, results: Sequence[dict[str, dict[str, Any]]], stop: StopRequest) -> None:
     """Put every live run's scores beside its evaluation of test, or of what else was evaluated last."""
     for run, member in loop.live:
-        if stop.came is not None:
-            raise InterruptedEvaluationError
-        loop.display.show(1.0, f"benchmarks {member.spec.benchmarks.names}")
+        which = f"{member.name}: " if len(loop.members) > 1 else ""
+        work = ScoringWork(
+            member.recorder.directory.path / SCORING,
+            loop.execution,
+            stop,
+            lambda sentence, which=which: loop.display.show(1.0, which + sentence),
+        )
+        work.leave_if_asked()
+        work.show(f"benchmarks {member.spec.benchmarks.names}")
         with loop.measure_time("benchmarks"):
             decoder = loop.trainer.view_decoder(run)
-            scores = scorer.score(decoder, loop.trainer.corpus.tokenizer, member.spec.seed)
+            scores = scorer.score(decoder, loop.trainer.corpus.tokenizer, member.spec.seed, work)
         if results[run]:
             results[run]["test" if "test" in results[run] else [*results[run]][-1]]["benchmarks"] = scores
 

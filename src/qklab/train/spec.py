@@ -141,12 +141,12 @@ def check_population_size(value: Any) -> Any:
 class ExecutionSpec(Spec):
     """How to run, without changing what is computed beyond rounding; may differ when a run is resumed.
 
-    `device` auto: a GPU if there is one. `compile` auto: on a GPU. `rows`: windows per forward pass and rank, by
-    default all of the rank's. `recompute`: what backward passes compute again instead of keeping it (see
-    `Decoder.recompute`). `parallel`: how several ranks share the model. `threads`: by default the machine's cores
-    shared by its ranks. A checkpoint is due every `checkpoint_minutes`, or every `checkpoint_steps` if given, at every
-    evaluation that is the best so far, and at the end; the last `keep` and the best stay. With `keep` 0 they are there
-    only to go on from, and gone once the run has ended.
+    `device` auto: a GPU if there is one. `compile` auto: on a GPU (of a study where its plan is long enough to gain by
+    it). `rows`: windows per forward pass and rank, by default all of the rank's. `recompute`: what backward passes
+    compute again instead of keeping it (see `Decoder.recompute`). `parallel`: how several ranks share the model.
+    `threads`: by default the machine's cores shared by its ranks. A checkpoint is due every `checkpoint_minutes`, or
+    every `checkpoint_steps` if given, at every evaluation that is the best so far, and at the end; the last `keep` and
+    the best stay. With `keep` 0 they are there only to go on from, and gone once the run has ended.
 
     `population`: how many runs of a study that differ in seed and learning rate alone are trained as one model: as many
     as it says, none together ("off"), or on a GPU as many as there are and as fit ("auto"), where that is faster.
@@ -163,6 +163,12 @@ class ExecutionSpec(Spec):
     keep: int = integer_field(2, at_least=0)
     sinks: str = checked_field(check_sink_names, None)
     population: str | int = checked_field(check_population_size, "auto")
+
+    def is_checkpoint_due(self, step: int, seconds: float) -> bool:
+        """After this step, so many seconds after the last checkpoint."""
+        if self.checkpoint_steps is not None:
+            return step % self.checkpoint_steps == 0
+        return seconds > 60 * self.checkpoint_minutes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -82,8 +82,8 @@ class RunTask:
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """Runs that go in one process and what they share: one after another, or `together` as one model. With a `url` the
-    runs are kept there."""
+    """Runs that go in one process and what they share: one after another, or, of each corpus, so many `together` as one
+    model. With a `url` the runs are kept there."""
 
     tasks: tuple[RunTask, ...]
     study: Path
@@ -91,7 +91,18 @@ class Unit:
     execution: dict[str, Any]
     data: Path | None = None
     url: str | None = None
-    together: bool = False
+    together: int = 1
+
+    def split_groups(self) -> list[tuple[RunTask, ...]]:
+        """The runs of each model that is trained, one model after another."""
+        corpora: dict[str, list[RunTask]] = {}
+        for task in self.tasks:
+            corpora.setdefault(repr(task.spec.get("corpus")), []).append(task)
+        return [
+            tuple(own[first : first + self.together])
+            for own in corpora.values()
+            for first in range(0, len(own), self.together)
+        ]
 
     def measure_progress(self) -> list[tuple[bool, str]]:
         """Of each run whether it has ended, and its newest checkpoint."""

@@ -4,6 +4,7 @@ When the process is asked to stop, or its study is gone, the run saves its state
 SAVING seconds is ended without.
 """
 
+import gc
 import multiprocessing
 import os
 import platform
@@ -39,7 +40,8 @@ def perform_unit(unit: Unit, environment: Mapping[str, str]) -> NoReturn:
         os.environ.pop(name, None)  # of a torchrun around the study; each run is a job of its own
     os.environ.update(environment)
     stop = StopListener()
-    for tasks in [unit.tasks] if unit.together else [(task,) for task in unit.tasks]:
+    for tasks in unit.split_groups():
+        gc.collect()  # the model before this one, whose memory a GPU needs
         for other in tasks[:0:-1]:
             redirect_output(other.log)
             print(f"trained together with {tasks[0].name}, whose log says more.", flush=True)

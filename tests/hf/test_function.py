@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import KINDS, Small
+from small_models import KINDS, Small, tiny
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.masking_utils import flash_attention_mask, sdpa_mask
 
 from qklab import AttentionSpec, DecoderSpec
-from qklab.hf import QKLabCache, QKLabConfig, QKLabForCausalLM, QKLabModel
+from qklab.hf import QKLabCache, QKLabConfig, QKLabForCausalLM, QKLabModel, convert
 from qklab.testing import contracts_of, grid
 
 PLAIN, FLASH = "of a test", "flash of a test"
@@ -79,9 +79,9 @@ def attend_masked(
 
 
 def attend_texts(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scaling: float, is_causal: bool, groups: int,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scaling: float, groups: int, is_causal: bool = True,
     sliding_window: int | None = None, dropout: float = 0.0, cu_seq_lens_q: Tensor | None = None,
-    cu_seq_lens_k: Tensor | None = None, max_length_q: int | None = None, max_length_k: int | None = None,
+    cu_seq_lens_k: Tensor | None = None, max_length_q: int | None = None, max_length_k: int | None = None, **_: Any,
 ) -> Tensor:  # fmt: skip
     """As FlashAttention: whole texts, the last query beside the last key, and a mask [B, S] that only says what is
     padding."""
@@ -210,12 +210,14 @@ def test_flex_attention_gives_the_same_text(kind: str, small: Small, ids: Tensor
             assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("kind", ["(Q,K,V)", "MLA", "windows"])
+@pytest.mark.parametrize("kind", ["(Q,K,V)", "MLA", "windows", "converted"])
 def test_pages_are_read_by_flash_attention_where_it_was_asked_for(kind: str, small: Small) -> None:
     settings = GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=-1, pad_token_id=0)
     size: dict[str, Any] = {PAGE: 8}
     prompts = [torch.arange(3, 3 + tokens).tolist() for tokens in (11, 5, 23)]
-    model, found = small(kind), []
+    model, found = tiny("llama") if kind == "converted" else small(kind), []
+    if kind == "converted":
+        convert(model, share="k=v")
     for name in ("sdpa", FLASH):
         model.set_attn_implementation(name)
         pages = ContinuousBatchingConfig(num_blocks=24, max_batch_tokens=16, **size)

@@ -31,9 +31,9 @@ class Visibility(NamedTuple):
 
 def find_visibility(spec: AttentionSpec, slots: TokenSlots, x: Tensor) -> Visibility:
     """A text that is packed or padded sees only itself; what padding sees is of no meaning."""
+    visibility = state_visibility(spec, slots, x)
     if slots.cached:
-        return Visibility(slots, spec.causal, spec.window)  # `decode` takes the range
-    visibility = Visibility(slots, spec.causal, narrow_window(spec, x))
+        return visibility  # `decode` takes the range
     if slots.texts is not None and takes_blocks(spec, x):
         return visibility._replace(blocks=render_blocks(visibility))
     if visibility.window is not None:
@@ -43,9 +43,10 @@ def find_visibility(spec: AttentionSpec, slots: TokenSlots, x: Tensor) -> Visibi
     return visibility._replace(triangle=spec.causal)
 
 
-def narrow_window(spec: AttentionSpec, x: Tensor) -> int | None:
-    """The window where it hides any of the tokens x [B, T, …] from another."""
-    return spec.window if spec.window is not None and spec.window < x.shape[1] else None
+def state_visibility(spec: AttentionSpec, slots: TokenSlots, x: Tensor) -> Visibility:
+    """The rule alone; a window is left out where it hides none of the tokens x [B, T, …] from another."""
+    hides = spec.window is not None and (slots.cached or spec.window < x.shape[1])
+    return Visibility(slots, spec.causal, spec.window if hides else None)
 
 
 def may_see(visibility: Visibility, row: Tensor, query: Tensor, key: Tensor) -> Tensor:

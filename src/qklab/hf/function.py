@@ -19,7 +19,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssPreTrainedModel
 
 from qklab.attention.positions import TokenSlots
 from qklab.attention.spec import AttentionSpec
-from qklab.attention.visibility import Visibility, may_see, narrow_window
+from qklab.attention.visibility import Visibility, may_see, state_visibility
 from qklab.model.decoder import Located
 
 OWN = (None, "sdpa", "eager", "paged|sdpa", "paged|eager")
@@ -88,25 +88,28 @@ def call_function(
 
 def find_for_function(config: Any, spec: AttentionSpec, slots: TokenSlots, x: Tensor) -> Visibility:
     """`find_visibility` with nothing rendered but what Transformers' function takes; a layer is still to be named."""
-    window = spec.window if slots.cached else narrow_window(spec, x)
-    order = None
+    visibility, order = state_visibility(spec, slots, x), None
     if slots.cached and spec.window is not None and x.shape[1] == 1:
         order = slots.every.argsort()[-spec.window :]  # a ring, whose first slot need not hold the first token
-    packed = slots.texts is not None or slots.starts is not None
-    visibility = Visibility(slots, spec.causal, window)
-    visibility = visibility._replace(triangle=spec.causal and not slots.cached and window is None and not packed)
     every = slots.every if order is None else slots.every[order]
     options = write_mask(config, visibility, every, x) | {"is_causal": spec.causal}
     if spec.window is not None:
         options["sliding_window"] = spec.window
-    return visibility._replace(function=functools.partial(call_function, order, options))
+    triangle = spec.causal and not slots.cached and is_whole(visibility)
+    return visibility._replace(function=functools.partial(call_function, order, options), triangle=triangle)
+
+
+def is_whole(visibility: Visibility) -> bool:
+    """Whether nothing is hidden but what comes later."""
+    slots, *rest = visibility
+    return slots.texts is None and slots.starts is None and tuple(rest) == Visibility(slots, visibility.causal)[1:]
 
 
 def write_mask(config: Any, visibility: Visibility, every: Tensor, x: Tensor) -> dict[str, Any]:
     """Who of the tokens x [B, T, width] sees whom of `every` [S], as the function of this configuration is told it."""
     slots, (batch, tokens) = visibility.slots, x.shape[:2]
-    packed = slots.texts is not None or slots.starts is not None
-    if slots.cached and tokens == 1 and not packed:
+    whole = is_whole(visibility)
+    if slots.cached and tokens == 1 and is_whole(visibility._replace(window=None)):
         return {"attention_mask": None}  # it sees them all
     name = config._attn_implementation
     write = ALL_MASK_ATTENTION_FUNCTIONS.get(name, sdpa_mask)
@@ -131,8 +134,8 @@ def write_mask(config: Any, visibility: Visibility, every: Tensor, x: Tensor) ->
         kv_length=len(every),
         mask_function=see,
         attention_mask=text,
-        allow_is_causal_skip=visibility.triangle,
-        allow_is_bidirectional_skip=not (visibility.causal or packed or visibility.window is not None),
+        allow_is_causal_skip=whole and visibility.causal and not slots.cached,
+        allow_is_bidirectional_skip=whole and not visibility.causal,
         dtype=x.dtype,
         config=config,
         device=x.device,

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import Cache, GenerationMixin, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     CausalLMOutputWithPast,
@@ -24,6 +24,7 @@ from qklab.attention.rotate import LearnedPositions
 from qklab.hf.cache import QKLabCacheLayer, adopt_cache_layers, make_cache_layers
 from qklab.hf.config import QUANTISED, QKLabConfig
 from qklab.hf.function import OWN, describe_layers, find_for_function, give_function, refuse_function
+from qklab.hf.generate import QKLabGenerationMixin
 from qklab.hf.padding import (
     check_mask_shape,
     check_one_piece,
@@ -33,7 +34,7 @@ from qklab.hf.padding import (
     find_packed_texts,
     update_padding,
 )
-from qklab.hf.paged import PagedLayer, choose_page_shape, locate_pages, shape_pages
+from qklab.hf.paged import PagedLayer, locate_pages
 from qklab.model.decoder import Block, Located, call_block, locate_tokens, new_last_norm, run_blocks
 from qklab.model.dropout import Dropout
 from qklab.model.initialise import initialise
@@ -275,7 +276,7 @@ class QKLabModel(QKLabPreTrainedModel):
             )
 
 
-class QKLabForCausalLM(QKLabPreTrainedModel, GenerationMixin):
+class QKLabForCausalLM(QKLabPreTrainedModel, QKLabGenerationMixin):
     """ids [B, T] → logits [B, T, vocab] for the token after each."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed.weight"}  # noqa: RUF012
@@ -290,15 +291,6 @@ class QKLabForCausalLM(QKLabPreTrainedModel, GenerationMixin):
         self.model = QKLabModel(config)
         self.lm_head = nn.Linear(config.decoder_spec.width, config.decoder_spec.vocab, bias=False)
         self.post_init()
-
-    def init_continuous_batching(self, *args: Any, workload_hints: Any = None, **kwargs: Any) -> Any:
-        """What `generate_batch` begins with."""
-        shape, changes = choose_page_shape(self.model.spec.attentions)
-        if workload_hints is not None:
-            longest = workload_hints.max_prompt_length + workload_hints.max_generated_length - 1  # the last is not read
-            self.model.check_room(longest)
-        manager = super().init_continuous_batching(*args, workload_hints=workload_hints, **kwargs)
-        return shape_pages(manager, shape, changes)
 
     @can_return_tuple
     def forward(

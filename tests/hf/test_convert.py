@@ -536,26 +536,44 @@ def test_eager_gives_attention_maps(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "share"), [*((family, None) for family in (*CORE, "mistral", "gemma2", "gpt_oss")), ("llama", "k=v")]
 )
-def test_any_attention_implementation(family: str, share: Any) -> None:
-    """Converted layers ask Transformers' interface, with all that their family says, as their own classes do."""
-    calls: list[Any] = []
+def test_any_attention_implementation(family: str, share: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Converted layers ask Transformers' interface, with all that their family says, as their own classes do: full and
+    cached, argument for argument. Where key and value are one tensor, its two uses are what is cached and not."""
+    calls: list[dict[str, Any]] = []
 
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
-        calls.append((query.shape, key.shape, value.shape, mask is None, {*options}))
+        calls.append({"query": query, "key": key, "value": value, "mask": mask, **options})
         options.pop("softcap", None)
         return sdpa_attention_forward(module, query, key, value, mask, **options)
 
-    transformers.AttentionInterface.register("of a test", attend)
-    transformers.AttentionMaskInterface.register("of a test", transformers.masking_utils.sdpa_mask)
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "of a test", attend)
+    written = transformers.masking_utils.sdpa_mask
+    monkeypatch.setitem(transformers.AttentionMaskInterface._global_mapping, "of a test", written)
+
+    def record(model: Any) -> tuple[list[Tensor], list[dict[str, Any]]]:
+        calls.clear()
+        cache = DynamicCache(config=model.config)
+        parts = [token_ids(), *token_ids().split([TOKENS - 1, 1], 1)]
+        found = [logits(model, part, past_key_values=cache if number else None) for number, part in enumerate(parts)]
+        assert len(calls) == 6
+        return found, [{name: call[name] for name in call if name != "past_key_values"} for call in calls]
+
     model = tiny(family)
     model.set_attn_implementation("of a test")
-    before = logits(model, token_ids())
-    plain = calls[:]
+    before, plain = record(model)
     convert(model, coupling="leapfrog", share=share, keep_original=True)
-    after = logits(model, token_ids())
-    assert calls[len(plain) :] == plain
-    assert len(plain) == 2
-    assert torch.equal(after, before) == (share is None)
+    after, given = record(model)
+    near(after[2][:, 0], after[0][:, -1])
+    assert all(map(torch.equal, after, before)) == (share is None)
+    for mine, own in zip(given, plain, strict=True):
+        assert mine.keys() == own.keys()
+        for name, value in own.items():
+            if not isinstance(value, Tensor):
+                assert mine[name] == value, name
+            elif share is None or name == "mask":
+                assert torch.equal(mine[name], value), name
+            else:
+                assert mine[name].shape == value.shape, name
 
 
 # Refusals: one sentence each

@@ -10,7 +10,14 @@ import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from small_models import FAMILIES, WINDOW, compute_logits, shake, step_by_step, tiny, token_ids
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    DynamicCache,
+    StaticCache,
+    Trainer,
+    TrainingArguments,
+)
 
 from qklab.hf import convert, load_converted, revert
 from qklab.hf.convert import count_converted_bytes, find_conversion
@@ -106,17 +113,31 @@ def test_cached_is_full_and_what_is_refused_is_in_the_table(family: str) -> None
         assert [cell.strip().startswith("yes") for cell in row.split("|")[2:-1]] == [v == "yes" for v in found.values()]
 
 
-@layout
-def test_saved_is_loaded_and_takes_an_adapter(family: str, tmp_path: Path) -> None:
-    """Whole models by every door, and PEFT's adapters on what was loaded, the coupling among them."""
+def train_a_step(model: Any, folder: Path) -> None:
+    """By Transformers' Trainer, which saves the model into the folder."""
+    quiet: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "logging_strategy": "no", "save_strategy": "no"}
+    settings = TrainingArguments(str(folder), use_cpu=True, max_steps=1, learning_rate=0.01, **quiet)
+    rows: Any = [{"input_ids": row, "labels": row} for row in token_ids()]
+    trainer = Trainer(model, settings, train_dataset=rows)
+    trainer.train()
+    trainer.save_model()
+
+
+@family
+def test_trained_and_saved_is_loaded_and_takes_an_adapter(family: str, tmp_path: Path) -> None:
+    """A step of Trainer, whole models by every door, and PEFT's adapters on what was loaded, with its coupling."""
     model = tiny(family)
     implementation = model.config._attn_implementation
     convert(model, **combine_conversions(family, model))
     shake(model)
-    model.save_pretrained(tmp_path / "whole", max_shard_size="20KB")
+    before = compute_logits(model)
+    train_a_step(model, tmp_path / "trained")
+    model.eval().save_pretrained(tmp_path / "whole", max_shard_size="20KB")
     wanted = compute_logits(model)
-    for load in (load_converted, AutoModelForCausalLM.from_pretrained):
-        loaded: Any = load(tmp_path / "whole", attn_implementation=implementation)
+    assert not torch.equal(wanted, before)
+    doors = {"trained": load_converted, "whole": AutoModelForCausalLM.from_pretrained}
+    for folder, load in doors.items():
+        loaded: Any = load(tmp_path / folder, attn_implementation=implementation)
         for parameter in loaded.parameters():
             parameter.data = parameter.data.clone()  # aligned as they were: kernels round by that
         assert torch.equal(compute_logits(loaded), wanted)

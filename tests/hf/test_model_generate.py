@@ -1,14 +1,16 @@
 """generate: however it is asked, the tokens are those of the model without a cache."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from small_models import END, KINDS, Small
-from transformers import CompileConfig
+from transformers import CompileConfig, GenerationConfig
 
+from qklab.hf import QKLabCache, generate, padding
 from qklab.hf import model as model_of_transformers
-from qklab.hf import padding
+from qklab.hf.generate import STEPS_TO_COMPILE, choose_cache
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 NEW = 7
@@ -133,3 +135,70 @@ def test_a_mask_is_examined_again_once_the_cache_has_changed(
     expected = model(torch.cat([ids[turned], one], 1), attention_mask=torch.cat([left[turned], more], 1)).logits[:, -1]
     found = model(one, attention_mask=torch.cat([left[turned], more], 1), past_key_values=cache).logits[:, -1]
     torch.testing.assert_close(found, expected)
+
+
+PLENTY = 10**12
+
+
+@pytest.mark.parametrize(
+    ("asked", "chosen", "given"),
+    [
+        ({}, "static", {}),
+        ({"do_sample": True}, "static", {}),
+        ({}, None, {"steps": STEPS_TO_COMPILE - 1}),
+        ({}, "static", {"steps": 1, "compiled": True}),
+        ({}, None, {"free": None}),  # no GPU
+        ({}, None, {"needed": PLENTY // 2 + 1}),
+        ({"cache_implementation": "dynamic"}, "dynamic", {}),
+        ({"cache_implementation": "static"}, "static", {"steps": 1}),
+        ({"use_cache": False}, None, {}),
+        ({"num_beams": 2}, None, {}),
+        ({"prompt_lookup_num_tokens": 3}, None, {}),
+        ({"disable_compile": True}, None, {}),
+        ({"prefill_chunk_size": 8}, None, {}),
+        ({"compile_config": CompileConfig()}, None, {}),
+    ],
+    ids=str,
+)
+def test_long_texts_take_the_static_cache_where_nothing_else_was_asked(
+    asked: dict[str, Any], chosen: str | None, given: dict[str, Any]
+) -> None:
+    config = GenerationConfig(**asked)
+    plain: dict[str, Any] = {"steps": STEPS_TO_COMPILE, "needed": PLENTY // 2, "free": PLENTY, "compiled": False}
+    mode = config.get_generation_mode()
+    assert choose_cache(config, mode, **(plain | given)) == chosen
+
+
+def test_generate_takes_what_was_chosen_and_writes_the_same_text(
+    small: Small, ids: torch.Tensor, left: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU with plenty of memory; what would be compiled there is not."""
+    model = small()
+    ways: list[dict[str, Any]] = [
+        {},
+        {"cache_implementation": "dynamic"},
+        {"max_new_tokens": NEW - 1},
+        {"max_new_tokens": None, "max_length": 9 + NEW},
+        {"do_sample": True, "top_k": 5},
+        {"past_key_values": QKLabCache(model.config)},
+        {"num_beams": 2},
+    ]
+    found: list[list[Any]] = []
+    for gpu in (False, True):
+        if gpu:
+            monkeypatch.setattr(generate, "count_free_bytes", lambda device: PLENTY)
+            monkeypatch.setattr(generate, "STEPS_TO_COMPILE", NEW - 1)  # after the prompt, which gives the first token
+        found.append([])
+        for way in ways:
+            torch.manual_seed(0)
+            given = {name: copy.deepcopy(value) for name, value in way.items()}
+            asked: dict[str, Any] = GREEDY | {"attention_mask": left, "return_dict_in_generate": True} | given
+            found[-1].append(model.generate(ids, **asked))
+    for plain, other in zip(*found, strict=True):
+        assert torch.equal(other.sequences, plain.sequences)
+    kinds = [[answer.past_key_values.layers[0].is_compileable for answer in answers] for answers in found]
+    assert kinds == [[False] * 7, [True, False, False, True, True, False, False]]
+    embedded = {"inputs_embeds": model.get_input_embeddings()(ids), "return_dict_in_generate": True, **GREEDY}
+    answer = model.generate(**embedded)
+    assert answer.past_key_values.layers[0].is_compileable
+    assert torch.equal(answer.sequences, model.generate(ids, cache_implementation="dynamic", **GREEDY)[:, 9:])

@@ -57,6 +57,8 @@ def attend(
 
     Query head h reads key/value head ⌊h·G/H⌋. Sinks [H], or [B, H], are logits that take their share and give nothing.
     """
+    if visibility.function is not None:
+        return visibility.function(q, *(tensor.to(q.dtype) for tensor in stored.separate()), scale, sinks)
     if visibility.slots.cached and bias is None:
         return attend_cached(q, stored, scale, visibility, sinks)
     k, v = (tensor.to(q.dtype) for tensor in stored.separate())
@@ -189,9 +191,10 @@ class Mix(nn.Module):
     def largest_logits(self, q: Tensor, stored: KeyValue, visibility: Visibility, bias: Tensor | None) -> Tensor:
         """The largest score of every row and query head, among those that `forward` would use: [B, H]."""
         k, _ = self.keys_and_values(stored)
-        drawn = visibility.blocks is None and visibility.window is None and not visibility.slots.cached
-        plain = visibility.triangle or drawn
-        mask = visibility.mask if plain else render_mask(visibility)
+        slots, mask = visibility.slots, visibility.mask
+        hidden = slots.cached or visibility.window is not None or slots.texts is not None or slots.starts is not None
+        if mask is None and hidden and not visibility.triangle:
+            mask = render_mask(visibility)
         return largest_logits(q, k, self.scale, mask, visibility.triangle, bias)
 
     def finish(self, o: Tensor) -> Tensor:
@@ -335,8 +338,8 @@ class LatentSoftmax(Mix):
 
     def forward(self, q: Tensor, stored: KeyValue, x: Tensor, visibility: Visibility, bias: Tensor | None) -> Tensor:
         stored = KeyValue(stored.key.to(q.dtype))
-        form = self.attend_absorbed if self.prefers_absorbed(q.shape[1], stored.key.shape[1]) else self.attend_expanded
-        return form(q, stored, visibility)
+        absorbs = visibility.function is None and self.prefers_absorbed(q.shape[1], stored.key.shape[1])
+        return (self.attend_absorbed if absorbs else self.attend_expanded)(q, stored, visibility)
 
     def prefers_absorbed(self, queries: int, keys: int) -> bool:
         """Whether the absorbed form needs fewer multiply-adds for this many queries after a cached prefix."""

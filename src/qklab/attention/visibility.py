@@ -6,7 +6,7 @@ that a row has filled.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,21 +26,27 @@ class Visibility(NamedTuple):
     mask: Tensor | None = None  # for SDPA: [B or 1, 1, T, S]; None where all see all, or its own triangle will do
     triangle: bool = False  # for SDPA: is_causal
     blocks: Any = None  # for Flex: a BlockMask, inside a graph compiled for a GPU
+    function: Callable[..., Tensor] | None = None  # (q, k, v, scale, sinks) → outputs, instead of all these
 
 
 def find_visibility(spec: AttentionSpec, slots: TokenSlots, x: Tensor) -> Visibility:
     """A text that is packed or padded sees only itself; what padding sees is of no meaning."""
+    visibility = state_visibility(spec, slots, x)
     if slots.cached:
-        return Visibility(slots, spec.causal, spec.window)  # `decode` takes the range
-    narrow = spec.window is not None and spec.window < x.shape[1]
-    visibility = Visibility(slots, spec.causal, spec.window if narrow else None)
+        return visibility  # `decode` takes the range
     if slots.texts is not None and takes_blocks(spec, x):
         return visibility._replace(blocks=render_blocks(visibility))
-    if narrow:
+    if visibility.window is not None:
         return visibility  # `attend` goes along the diagonal
     if slots.texts is not None or slots.starts is not None:
         return visibility._replace(mask=render_mask(visibility))
     return visibility._replace(triangle=spec.causal)
+
+
+def state_visibility(spec: AttentionSpec, slots: TokenSlots, x: Tensor) -> Visibility:
+    """The rule alone; a window is left out where it hides none of the tokens x [B, T, …] from another."""
+    hides = spec.window is not None and (slots.cached or spec.window < x.shape[1])
+    return Visibility(slots, spec.causal, spec.window if hides else None)
 
 
 def may_see(visibility: Visibility, row: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -17,6 +17,8 @@ from qklab.attention.spec import LatentSpec
 from qklab.hf.watch import watch_logits
 from qklab.optim.roles import CouplingLinearity, LayerRoles, Rows, coupling_kind, output_axis
 
+MODELS = "transformers.models"
+
 
 class Family:
     """One kind of model, as logit control sees it: its attention layers, and the rows of queries and keys in them."""

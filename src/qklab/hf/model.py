@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import Cache, GenerationMixin, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     CausalLMOutputWithPast,
@@ -21,6 +23,8 @@ from qklab.attention.mix import LatentSoftmax
 from qklab.attention.rotate import LearnedPositions
 from qklab.hf.cache import QKLabCacheLayer, adopt_cache_layers, make_cache_layers
 from qklab.hf.config import QUANTISED, QKLabConfig
+from qklab.hf.function import OWN, describe_layers, find_for_function, give_function, refuse_function
+from qklab.hf.generate import QKLabGenerationMixin
 from qklab.hf.padding import (
     check_mask_shape,
     check_one_piece,
@@ -30,7 +34,7 @@ from qklab.hf.padding import (
     find_packed_texts,
     update_padding,
 )
-from qklab.hf.paged import PagedLayer, choose_page_shape, locate_pages, shape_pages
+from qklab.hf.paged import PagedLayer, locate_pages
 from qklab.model.decoder import Block, Located, call_block, locate_tokens, new_last_norm, run_blocks
 from qklab.model.dropout import Dropout
 from qklab.model.initialise import initialise
@@ -47,6 +51,8 @@ class QKLabPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["Block"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -54,15 +60,13 @@ class QKLabPreTrainedModel(PreTrainedModel):
             raise ValueError(QUANTISED)
         return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
-    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """ "sdpa", torch's choice of kernels, or "eager", its plain one."""
-        del is_init_check
-        if requested_attention not in (None, "sdpa", "eager", "paged|sdpa", "paged|eager"):
-            raise ValueError(
-                f"attn_implementation={requested_attention!r} does not exist for qklab models, whose attention is "
-                "their own; leave it out, or choose 'sdpa' or 'eager'."
-            )
-        return requested_attention or "sdpa"
+    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
+        refuse_function(self.config.decoder_spec.attentions, attn_implementation)
+        self._supports_flash_attn = True  # only here: where it is True, generate_batch takes it without being asked
+        try:
+            return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
+        finally:
+            self._supports_flash_attn = False
 
     def _init_weights(self, module: nn.Module) -> None:
         initialise(module, int(torch.randint(2**62, (), device="cpu")))
@@ -115,6 +119,7 @@ class QKLabModel(QKLabPreTrainedModel):
         self.positions = LearnedPositions(spec.context, spec.width) if spec.learns_positions else None
         self.dropout = Dropout(spec.dropout, 0)
         self.blocks = nn.ModuleList(Block(spec, layer) for layer in range(spec.layers))
+        describe_layers(self)
         self.norm = new_last_norm(spec)
         self.gradient_checkpointing = False
         self.post_init()
@@ -155,7 +160,7 @@ class QKLabModel(QKLabPreTrainedModel):
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         states: list[Tensor] | None = [] if wanted else None
         call = self._gradient_checkpointing_func if self.gradient_checkpointing and self.training else call_block
-        eager = self.config._attn_implementation in ("eager", "paged|eager")
+        eager = str(self.config._attn_implementation).removeprefix("paged|") == "eager"
         with sdpa_kernel(SDPBackend.MATH) if eager else contextlib.nullcontext():
             x = self.norm(run_blocks(self, x, located, layers, call, states))
         return BaseModelOutputWithPast(
@@ -170,7 +175,8 @@ class QKLabModel(QKLabPreTrainedModel):
         """`locate_inputs` of the tokens x [1, T, width] of all requests of a continuous batch."""
         self.check_cache()
         layers = [PagedLayer(layer, given) for layer in range(self.spec.layers)]
-        return layers, None, locate_pages(self.spec.pattern, x, mask, positions, given)
+        located = locate_pages(self.spec.pattern, x, mask, positions, given)
+        return layers, None, located if mask is not None else give_function(self, located)
 
     def locate_inputs(
         self, x: Tensor, mask: Tensor | None, positions: Tensor | None, past: Cache | None, use_cache: bool | None
@@ -181,7 +187,7 @@ class QKLabModel(QKLabPreTrainedModel):
         if layers is not None and layers[0].started:
             self.check_continuation(layers, x, mask, positions)
             self.check_cache()
-            return layers, past, locate_tokens(spec.pattern, x, None, [layer.cache for layer in layers])
+            return layers, past, self.locate(x, None, [layer.cache for layer in layers])
         self.check_room(tokens)
         given = None
         if mask is not None and not torch.compiler.is_compiling():
@@ -207,7 +213,14 @@ class QKLabModel(QKLabPreTrainedModel):
                 layer.pad(None if mask is None else count_left_padding(mask))
                 layer.right_padded = ends
             layers[0].seen = None if given is None else given.clone()
-        return layers, past, locate_tokens(spec.pattern, x, segments, None)
+        return layers, past, self.locate(x, segments, None)
+
+    def locate(self, x: Tensor, segments: Tensor | None, caches: Sequence[Any] | None) -> list[Located]:
+        """`locate_tokens`, for whatever function computes attention."""
+        if self.config._attn_implementation in OWN:
+            return locate_tokens(self.spec.pattern, x, segments, caches)
+        find = functools.partial(find_for_function, self.config)
+        return give_function(self, locate_tokens(self.spec.pattern, x, segments, caches, find))
 
     def check_continuation(
         self, layers: list[QKLabCacheLayer], x: Tensor, mask: Tensor | None, positions: Tensor | None
@@ -263,7 +276,7 @@ class QKLabModel(QKLabPreTrainedModel):
             )
 
 
-class QKLabForCausalLM(QKLabPreTrainedModel, GenerationMixin):
+class QKLabForCausalLM(QKLabPreTrainedModel, QKLabGenerationMixin):
     """ids [B, T] → logits [B, T, vocab] for the token after each."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed.weight"}  # noqa: RUF012
@@ -278,15 +291,6 @@ class QKLabForCausalLM(QKLabPreTrainedModel, GenerationMixin):
         self.model = QKLabModel(config)
         self.lm_head = nn.Linear(config.decoder_spec.width, config.decoder_spec.vocab, bias=False)
         self.post_init()
-
-    def init_continuous_batching(self, *args: Any, workload_hints: Any = None, **kwargs: Any) -> Any:
-        """What `generate_batch` begins with."""
-        shape, changes = choose_page_shape(self.model.spec.attentions)
-        if workload_hints is not None:
-            longest = workload_hints.max_prompt_length + workload_hints.max_generated_length - 1  # the last is not read
-            self.model.check_room(longest)
-        manager = super().init_continuous_batching(*args, workload_hints=workload_hints, **kwargs)
-        return shape_pages(manager, shape, changes)
 
     @can_return_tuple
     def forward(

@@ -8,6 +8,7 @@ owns which page, and which slots a request reads, is all theirs.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import weakref
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from qklab.attention.cache import cache_class
 from qklab.attention.positions import Positions, TokenSlots, make_angles
 from qklab.attention.spec import AttentionSpec
 from qklab.attention.visibility import Visibility
+from qklab.hf.function import call_function
 from qklab.model.decoder import Located
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -119,7 +121,7 @@ def update_pages(pages: Any, layer: int, new: Sequence[Tensor], given: dict[str,
         held = pages.update(k, v, layer, given["read_index"], given["write_index"])
         held = [tensor.transpose(0, 1)[None] for tensor in held]
         kind = FULL if pages.sliding_windows[layer] == 1 else SLIDING
-        given["cu_seq_lens_k"] = choose_kind(given["cu_seq_lens_k"], kind)
+        given |= name_lengths(given, kind)
     k, v = (tensor.transpose(1, 2) for tensor in held)
     return [k, v] if len(new) == 2 else [torch.cat([k, v], -1)]
 
@@ -155,19 +157,40 @@ def locate_pages(
     pattern: Sequence[AttentionSpec], x: Tensor, mask: Any, position_ids: Tensor, given: Mapping[str, Any]
 ) -> list[Located]:
     """Where the tokens x [1, T, width] of all requests stand, for each spec of the pattern. `mask` [1, 1, T, S] is what
-    Transformers adds to scores, one for each kind of layer where there are two."""
+    Transformers adds to scores, one for each kind of layer where there are two; without it a function is told where
+    requests end."""
     located = []
-    for spec in pattern:
+    for layer, spec in enumerate(pattern):
         kind = name_layer_kind(spec)
-        visible = choose_kind(mask, kind) >= 0
+        visible = None if mask is None else choose_kind(mask, kind) >= 0
         ends = given["cu_seq_lens_q"], choose_kind(given["cu_seq_lens_k"], kind)
-        every = find_key_positions(position_ids, visible.shape[-1], *ends)
+        keys = count_read(given, layer, x.shape[1]) if visible is None else visible.shape[-1]
+        every = find_key_positions(position_ids, keys, *ends)
         positions = Positions(position_ids)
         if spec.rotated_width:
             later = None if spec.rotation.turns_key else make_angles(spec, every, x.dtype)
             positions = Positions(position_ids, make_angles(spec, position_ids, x.dtype), every_angles=later)
-        located.append((positions, Visibility(TokenSlots(position_ids[0], every[0]), True, mask=visible)))
+        visibility = Visibility(TokenSlots(position_ids[0], every[0]), True, mask=visible)
+        if visible is None:
+            options = name_lengths(given, kind) | {"attention_mask": None, "is_causal": True}
+            window = {} if spec.window is None else {"sliding_window": spec.window}
+            visibility = visibility._replace(function=functools.partial(call_function, None, options | window))
+        located.append((positions, visibility))
     return located
+
+
+def count_read(given: Mapping[str, Any], layer: int, tokens: int) -> int:
+    """How many tokens, `tokens` new ones among them, `update_pages` gives back."""
+    pages = given["cache"]
+    group = pages.layer_to_allocator[layer].index if TAKES_ALL else pages.layer_index_to_group_indices[layer][0]
+    return len(given["read_index"][group]) or tokens
+
+
+def name_lengths(given: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Where requests end and how long the longest is, under the names that FlashAttention is told them by."""
+    longest = "max_length" if TAKES_ALL else "max_seqlen"
+    ends = {f"cu_seq_lens_{side}": choose_kind(given[f"cu_seq_lens_{side}"], kind).int() for side in "qk"}
+    return ends | {f"max_length_{side}": choose_kind(given[f"{longest}_{side}"], kind) for side in "qk"}
 
 
 def choose_kind(given: Any, kind: str) -> Any:

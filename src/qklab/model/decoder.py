@@ -97,7 +97,11 @@ Located = tuple[Positions, Visibility]
 
 
 def locate_tokens(
-    pattern: Sequence[AttentionSpec], x: Tensor, segments: Tensor | None, caches: Sequence[Cache | None] | None
+    pattern: Sequence[AttentionSpec],
+    x: Tensor,
+    segments: Tensor | None,
+    caches: Sequence[Cache | None] | None,
+    find: Callable[[AttentionSpec, TokenSlots, Tensor], Visibility] = find_visibility,
 ) -> list[Located]:
     """Positions and visibility of the tokens x [B, T, width] for each spec of the pattern.
 
@@ -116,7 +120,7 @@ def locate_tokens(
         if turn not in positions:
             positions[turn] = find_positions(spec, slots[window], x.dtype)
         if sight not in visibility:
-            visibility[sight] = find_visibility(spec, slots[window], x)
+            visibility[sight] = find(spec, slots[window], x)
         located.append((positions[turn], visibility[sight]))
     return located
 

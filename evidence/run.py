@@ -47,7 +47,7 @@ class Queue:
         self.queue = read_queue(evidence, self.order)
         self.lock = threading.Lock()
         self.card, self.looked = SharedCard(), time.monotonic()
-        self.tried: set[Arm] = set()
+        self.given_up: set[Arm] = set()
         self.complete: set[Arm] = set()
         self.ended: dict[str, int] = {}
         self.changed: set[str] = set()
@@ -90,7 +90,7 @@ class Queue:
             self.looked = time.monotonic()
             for name, arm in self.queue:
                 study = self.order[name]
-                if self.stopped or name in self.running or (name, arm) in self.tried | self.complete:
+                if self.stopped or name in self.running or (name, arm) in self.given_up | self.complete:
                     continue
                 self.restore(study)
                 populations = self.list_missing_populations(study, arm)
@@ -99,7 +99,6 @@ class Queue:
                     continue
                 work = study.measure_work(arm, populations[0])
                 if self.card.foresee_end(START, work) <= self.minutes_left:
-                    self.tried.add((name, arm))
                     self.running[name] = None
                     more = sum(START + study.measure_work(arm, runs) for runs in populations[1:])
                     self.card.left[name] = [START, work + min(more, max(0.0, self.minutes_left - START - work))]
@@ -110,6 +109,7 @@ class Queue:
         """One arm after another, until nothing ends in time."""
         while (found := self.take()) is not None:
             study, arm, populations = found
+            before = self.ended[study.name]
             print(f"{study.name}: {arm}, {self.minutes_left:.1f} min left", flush=True)
             command = [sys.executable, "-u", "-m", "qklab.cli", "study", study.file, "--out", self.work / study.name]
             command += ["--at-once", "1", "--keep", "0", "--only", arm]
@@ -127,6 +127,8 @@ class Queue:
                 print(f"{study.name} ended with code {code} ({log}):", *said, sep="\n    ", flush=True)
             self.note_ends()
             with self.lock:
+                if code not in (0, EXIT_CODES["interrupted"]) or self.ended[study.name] == before:
+                    self.given_up.add((study.name, arm))  # it would be the same again
                 del self.running[study.name], self.card.left[study.name]
                 self.complete = {(name, arm) for name, arm in self.complete if name != study.name}
 

@@ -101,7 +101,7 @@ def write_difference(own: Mapping[str, Any]) -> str:
 
 def write_p(own: Mapping[str, Any]) -> str:
     p = own.get("verdict", {}).get("p")
-    return "" if p is None else f"{p:.2g}"
+    return "" if p is None else f"{p:.2g}" if p else "< 0.0001"
 
 
 def fill_block(text: str, table: str) -> str:

@@ -61,43 +61,52 @@ def judge_claims(claims: Mapping[str, Any], studies: Mapping[str, Evidence]) -> 
     judged = []
     for claim in claims["claims"]:
         own = [studies[name] for name in claim["studies"] if name in studies]
-        found = [
-            judge_figure(figure, leave_superseded(figure, own, claims["supersedes"])) for figure in claim["figures"]
-        ]
+        found = [judge_figure(figure, choose_studies(figure, own, claims["supersedes"])) for figure in claim["figures"]]
         judged.append({"id": claim["id"], "figures": [figure for figure in found if figure["measured"]]})
     return judged
 
 
-def leave_superseded(
-    figure: Mapping[str, Any], studies: Sequence[Evidence], supersedes: Mapping[str, str]
+def choose_studies(
+    figure: Mapping[str, Any], studies: Sequence[Evidence], supersedes: Mapping[str, Sequence[str]]
 ) -> list[Evidence]:
-    """The studies without those in whose place another has measured the figure."""
-    gone = {supersedes[study.name] for study in studies if study.name in supersedes and measure_figure(figure, study)}
-    return [study for study in studies if study.name not in gone]
+    """The studies without those in whose place another has measured the figure, and of several that share runs of the
+    arm the one that has most, since a run is evidence once."""
+    gone = {name for study in studies if measure_figure(figure, study) for name in supersedes.get(study.name, ())}
+    seen, chosen = set[tuple[str, str]](), set[str]()
+    for study in sorted(studies, key=lambda study: -len(study.list_runs(figure["arm"]))):
+        own = study.list_runs(figure["arm"])
+        if study.name not in gone and own.isdisjoint(seen):
+            chosen.add(study.name)
+            seen |= own
+    return [study for study in studies if study.name in chosen]
 
 
 def judge_figure(figure: Mapping[str, Any], studies: Sequence[Evidence]) -> dict[str, Any]:
-    """What was measured of a figure, the word for it by the protocol, and the word so far where sizes are missing."""
+    """What was measured of a figure, the word for it by the protocol, which only studies that count decide, and the
+    word that all give so far."""
     name = next(kind for kind in KINDS if kind in figure)
     about = {"arm": figure["arm"], "baseline": find_baseline(figure), "kind": name, "published": figure[name]}
     about |= {key: figure[key] for key in ("probe", "corpus", "lr", "longer") if key in figure}
-    if name == "speed_up":
-        measured, so_far = judge_speed_up(figure, studies)
-    else:
-        measured, so_far = judge_effects(figure, name, studies)
-    fine = {study.name: study.size for study in studies if counts(figure, study)}
-    counted = {*fine.values()}
-    if "longer" in figure:  # both of a size
-        counted = {fine[name] for pair in figure["longer"] if {*pair} <= fine.keys() for name in pair}
-    listed = [own["size"] for own in measured if own["size"] in counted]
-    word = so_far if len(listed) >= SIZES else "open"
+    judge = judge_speed_up if name == "speed_up" else judge_effects
+    measured, so_far = judge(figure, studies)
+    fine = list_counting(figure, studies)
+    sizes = {study.size for study in fine}
+    listed = [own["size"] for own in measured if own["size"] in sizes]
+    word = judge(figure, fine)[1] if len(listed) >= SIZES else "open"
     return about | {"measured": measured, "word": word, "so_far": so_far, "counted": listed}
 
 
-def judge_effects(
-    figure: Mapping[str, Any], name: str, studies: Sequence[Evidence]
-) -> tuple[list[dict[str, Any]], str]:
+def list_counting(figure: Mapping[str, Any], studies: Sequence[Evidence]) -> list[Evidence]:
+    """The studies that are sizes of a verdict; where it is about what changes from one to another, both must be."""
+    fine = {study.name: study for study in studies if counts(figure, study)}
+    if "longer" in figure:
+        fine = {name: fine[name] for pair in figure["longer"] if {*pair} <= fine.keys() for name in pair}
+    return [*fine.values()]
+
+
+def judge_effects(figure: Mapping[str, Any], studies: Sequence[Evidence]) -> tuple[list[dict[str, Any]], str]:
     """Paired differences at every size and the word that they give, however few the sizes."""
+    name = next(kind for kind in KINDS if kind in figure)
     kind, margin = KINDS[name], VALUE_MARGIN if name == "value" else studies[0].spec.margin if studies else 0.0
     published = kind.to_effect(figure[name])
     if name == "points":
@@ -189,7 +198,7 @@ def counts(figure: Mapping[str, Any], study: Evidence) -> bool:
     effects = [effect for effect in measure_figure(figure, study) if effect.lr is None]
     seeds = min((len(effect.differences) + effect.diverged for effect in effects), default=0)
     baseline = find_baseline(figure)
-    tuned = baseline is None or "lr" in figure or (study.is_tuned(figure["arm"]) and study.is_tuned(baseline))
+    tuned = baseline is None or "lr" in figure or study.are_tuned_alike(figure["arm"], baseline)
     return seeds >= SEEDS and tuned
 
 

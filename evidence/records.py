@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from qklab.runs.files import write_bytes
+
 RECORDS = "records.jsonl.xz"  # `xz -dc` shows it
 
 
@@ -19,4 +21,4 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
 
 def write_records(folder: Path, records: Iterable[dict[str, Any]]) -> None:
     lines = "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records)
-    (folder / RECORDS).write_bytes(lzma.compress(lines.encode(), preset=9))
+    write_bytes(folder / RECORDS, lzma.compress(lines.encode(), preset=9))  # the old ones or the new, whatever happens

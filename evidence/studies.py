@@ -42,9 +42,11 @@ class Evidence:
         model = self.spec.run(self.spec.baseline, self.spec.corpora[0], self.spec.lrs[0], 0).model
         self.size = rung if rung in SIZES else f"{model.layers}×{model.width}"
         self.records: dict[str, dict[str, Any]] = {}
+        self.origins: dict[str, str] = {}  # place → the study whose run it is
         for name in [*begins_with, self.name]:
-            own = read_records(folder.parent / name)
-            self.records |= {record["place"]: record for record in own if name == self.name or self.plans(record)}
+            own = [record for record in read_records(folder.parent / name) if name == self.name or self.plans(record)]
+            self.records |= {record["place"]: record for record in own}
+            self.origins |= {record["place"]: name for record in own}
         self.results = list(self.read_results())
         self.runs = len(self.results)
         self.found: dict[str, Findings] = {}
@@ -70,6 +72,10 @@ class Evidence:
     def read_results(self) -> Iterator[RunResult]:
         for place, record in self.records.items():
             yield RunResult(self.planned[place], record["summary"]["status"], record["summary"])
+
+    def list_runs(self, arm: str) -> set[tuple[str, str]]:
+        """The runs of an arm, each by the study whose it is and its place there."""
+        return {(self.origins[place], place) for place in self.records if self.planned[place].arm == arm}
 
     def find(self, corpus: str) -> Findings:
         if corpus not in self.found:
@@ -186,6 +192,11 @@ class Evidence:
         pairs = separate_diverged(average.values[arm], average.values[baseline])
         differences = [(pairs.arm[seed] - pairs.baseline[seed]) / 100 for seed in pairs.arm]
         return [MeasuredEffect(self.size, self.parameters[baseline], differences, diverged=len(pairs.arm_diverged))]
+
+    def are_tuned_alike(self, *arms: str) -> bool:
+        """Whether arms tried the same learning rates, and each did best inside."""
+        tried = [{(r.planned.corpus, r.planned.lr) for r in self.results if r.planned.arm == arm} for arm in arms]
+        return all(map(self.is_tuned, arms)) and all(rates == tried[0] for rates in tried)
 
     def is_tuned(self, arm: str) -> bool:
         """Whether its best learning rate lies inside the grid on every corpus; which one is best of several that solve

@@ -1,49 +1,22 @@
 """The evidence: what its pages say is what its records say."""
 
-import importlib.util
 import json
 import math
 import random
 import shutil
-import subprocess
 import sys
-import tarfile
 import tomllib
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+from evidence_scripts import RECORDS, ROOT, load_build, read_records, write_records
 from qklab.study.plan import PlannedRun
 from qklab.study.spec import read_study
-
-ROOT = Path(__file__).parents[1]
-
-
-def load_script(path: Path) -> ModuleType:
-    """A script of the evidence; what it imports is the project's own."""
-    sys.path.insert(0, str(ROOT / "evidence"))
-    found = importlib.util.spec_from_file_location(f"evidence_{path.stem}", path)
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    sys.path.remove(str(ROOT / "evidence"))
-    return module
-
-
-def load_build(evidence: Path) -> ModuleType:
-    return load_script(evidence / "build.py")
-
-
-RECORDS_SCRIPT = load_script(ROOT / "evidence/records.py")
-RECORDS, read_records, write_records = (
-    getattr(RECORDS_SCRIPT, name) for name in ("RECORDS", "read_records", "write_records")
-)
 
 
 def test_every_table_is_what_the_records_say() -> None:
@@ -166,14 +139,16 @@ def write_loss_records(folder: Path, read: Callable[[PlannedRun], float]) -> Non
     best, lines = sorted(spec.lrs)[1], []
     for corpus, arm, lr, seed in product(spec.corpora, spec.arms, spec.lrs, range(spec.seeds)):
         run = PlannedRun(corpus, arm, lr, seed)
-        model = spec.run(arm, corpus, lr, seed).model
+        settings = run.resolve_spec(spec)
+        model = settings.model
         loss = read(run) + random.Random(f"{folder.name} {arm} {seed}").uniform(0.0, 1e-3) + (lr != best) * 0.1
         score = {"loss": loss, "bits_per_byte": 2 * loss, "unigram_loss": 9.0}
         flops = 6.0 * model.parameters() * spec.base["budget"]["tokens"]
         summary = {"parameters": model.parameters(), "training_flops": flops, "tokens_per_second": 1.0, "seconds": 1.0}
         summary |= {"tokens": 1, "peak_memory_bytes": 1, "cache_bytes_per_token": 1, "status": "finished"}
         summary |= {"evaluation": {"valid": score, "test": score}} if loss < math.inf else {"status": "diverged"}
-        lines.append({"place": str(run.path), "summary": summary, "probes": []})
+        about = {"spec": settings.to_dict()}
+        lines.append({"place": str(run.path), "run": about, "summary": summary, "probes": []})
     write_records(folder, lines)
 
 
@@ -192,8 +167,12 @@ def judge(evidence: Path) -> dict[str, list[dict[str, Any]]]:
     """Claim → its figures."""
     build = load_build(evidence)
     claims = tomllib.loads((evidence / "claims.toml").read_text(encoding="utf-8"))
-    folders = [path.parent for path in evidence.glob(f"*/{RECORDS}")]
-    judged = sys.modules["claims"].judge_claims(claims, {folder.name: build.Evidence(folder) for folder in folders})
+    order = build.read_order(evidence)
+    studies = {
+        path.parent.name: build.Evidence(path.parent, getattr(order.get(path.parent.name), "begins_with", ()))
+        for path in evidence.glob(f"*/{RECORDS}")
+    }
+    judged = sys.modules["claims"].judge_claims(claims, studies)
     return {claim["id"]: claim["figures"] for claim in judged}
 
 
@@ -266,6 +245,44 @@ def test_a_study_takes_the_place_of_an_earlier_one_where_it_has_measured_the_sam
     assert [own["size"] for own in euler["measured"]] == ["nano"]  # the earlier one's: headline-nano has no such arm
 
 
+def test_runs_that_two_studies_share_are_evidence_once(planned: Path) -> None:
+    def lose(run: PlannedRun) -> float:
+        return 4.0 + 0.03 * (run.arm == "k=v")
+
+    for size in LADDER:
+        write_loss_records(planned / f"headline-{size}", lose)
+    alone = judge(planned)["B6"][0]
+    for study in ("sharing-pico", "sharing-nano-48m", "sharing-micro"):
+        write_loss_records(planned / study, lose)
+        others = [line for line in read_records(planned / study) if line["place"].split("/")[1] == "mqa"]
+        write_records(planned / study, others)
+    shared = judge(planned)["B6"]
+    assert [own["seeds"] for own in shared[1]["measured"]] == [5] * 3  # against the standard that is taken over
+    assert shared[0] == alone
+
+
+def test_a_size_that_does_not_count_decides_nothing(planned: Path) -> None:
+    for size in (*LADDER, "mini"):
+        write_loss_records(
+            planned / f"headline-{size}",
+            lambda run, size=size: 4.0 + (0.2 if size == "mini" else 0.03) * (run.arm == "k=v"),
+        )
+    assert judge(planned)["B1"][0]["counted"] == [*LADDER, "mini"]
+    begun = [line for line in read_records(planned / "headline-mini") if line["place"][-1] in "01"]
+    for line in begun:
+        if "/k=v/" in line["place"]:
+            line["summary"]["evaluation"]["test"]["loss"] -= 0.4  # two lucky seeds
+    write_records(planned / "headline-mini", begun)
+    (figure,) = judge(planned)["B1"]
+    assert (figure["counted"], figure["measured"][-1]["size"]) == ([*LADDER], "mini")
+    assert (figure["word"], figure["so_far"]) == ("seen from pico on", "depends on size")
+    more = [line for line in read_records(planned / "headline-micro") if "/k=v/lr0.018-" in line["place"]]
+    for line in more:
+        line["place"] = line["place"].replace("0.018", "0.054")  # a rate that the baseline has not tried
+    write_records(planned / "headline-micro", [*read_records(planned / "headline-micro"), *more])
+    assert judge(planned)["B1"][0]["counted"] == ["pico", "nano"]
+
+
 def test_a_figure_of_one_corpus_is_of_that_corpus(planned: Path) -> None:
     for size in LADDER:
         write_loss_records(
@@ -308,67 +325,3 @@ def test_a_number_in_a_sentence_is_the_records_whatever_stood_there() -> None:
     ):
         with pytest.raises(SystemExit, match=told):
             build.fill_numbers(f"<!-- nats: {mark} -->9<!-- end -->", known)
-
-
-PLAN = """
-name = "one"
-baseline = "standard"
-corpora = ["task:copy?length=16&train=64&valid=16&test=16"]
-lrs = [1e-3]
-seeds = 1
-metric = "accuracy"
-[base]
-model = {layers = 1, width = 8, mlp = "gelu"}
-attention = {heads = 2, causal = false}
-batch = {sequences = 16}
-budget = {tokens = 256}
-evaluation = {probes = 0}
-[arms.standard]
-[arms."k=v"]
-attention = {share = "k=v"}
-"""
-ORDER = """
-[[studies]]
-name = "one"
-minutes = 0.01
-[[studies]]
-name = "two"
-begins_with = ["one"]
-minutes = 0.01
-[[studies]]
-name = "three"
-minutes = 60
-"""
-
-
-@pytest.mark.long
-def test_what_lacks_is_done_in_order_and_packed_and_nothing_is_done_twice(tmp_path: Path) -> None:
-    evidence = tmp_path / "evidence"
-    other = PLAN.replace('"one"', '"two"').replace("k=v", "q=k")
-    for name, plan in (("one", PLAN), ("two", other), ("three", PLAN.replace('"one"', '"three"'))):
-        (evidence / name).mkdir(parents=True)
-        (evidence / name / "study.toml").write_text(plan)
-    (evidence / "order.toml").write_text(ORDER)
-
-    def run(*flags: str) -> str:
-        command = [sys.executable, ROOT / "evidence/run.py", "--evidence", evidence, *flags]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-        return done.stdout
-
-    def list_places(folder: Path) -> list[str]:
-        return [record["place"].partition("/")[2] for record in read_records(folder)]
-
-    assert "120 minutes of one H200 in all" in run("--list")
-    told = run("--minutes", "4", "--lanes", "1", "--out", "new.tar.gz")
-    # the third would take longer than there is time
-    assert [line.partition(",")[0] for line in told.splitlines() if "min left" in line] == ["one: standard", "two: q=k"]
-    with tarfile.open(tmp_path / "new.tar.gz") as archive:
-        archive.extractall(tmp_path / "elsewhere", filter="data")
-    for folder in (evidence, tmp_path / "elsewhere"):
-        assert list_places(folder / "one") == ["k=v/lr0.001-seed0", "standard/lr0.001-seed0"]
-        # standard was the first one's to do
-        assert list_places(folder / "two") == ["q=k/lr0.001-seed0"]
-    taken_over = load_build(ROOT / "evidence").Evidence(evidence / "two", ["one"])
-    assert sorted(taken_over.parameters) == ["q=k", "standard"]
-    shutil.rmtree(tmp_path / "runs")  # another machine, which has the records alone
-    assert "nothing new" in run("--minutes", "4")

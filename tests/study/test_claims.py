@@ -40,6 +40,8 @@ CASES: Mapping[str, tuple[Sequence[MeasuredEffect], float, float, str]] = {
     "negligible": ([effect(-0.004, spread=0.001)], -6.6, 60e6, "refuted"),
     "within the margin as published": ([effect(-0.007, spread=0.001)], -0.7, 60e6, "reproduced"),
     "noisy": ([effect(-0.01, spread=0.03)], -6.6, 60e6, "open"),
+    "seeds alike, of no effect": ([effect(0.0, spread=0.0)], -6.6, 60e6, "refuted"),
+    "seeds alike, of an effect": ([effect(-0.1, spread=0.0)], -6.6, 60e6, "open"),
     "one seed": ([effect(-0.1, n=1)], -6.6, 60e6, "open"),
     "diverged": ([effect(-0.1, diverged=2)], -6.6, 60e6, "open"),
     "vanishes": (at_sizes(-0.1, -0.05, 0.0), -6.6, 60e6, "depends on size"),

@@ -416,6 +416,9 @@ def test_the_family_is_every_arm_also_those_without_a_p() -> None:
     assert {v.verdict for arm, v in among.items() if arm != "a"} == {"diverged"}
     assert among["a"].paired is not None
     assert among["a"].p_holm == pytest.approx(4 * (among["a"].paired.p or 0))
+    first = judge_arms({"a": border}, BASE, 1e-4, family=4)["a"]  # of four, the others still to come
+    assert (first.verdict, first.p_holm) == ("open", among["a"].p_holm)
+    assert "among 4 arms" in first.sentence
 
 
 def test_where_the_baseline_diverges_the_pair_is_left_out_and_said() -> None:

@@ -194,9 +194,10 @@ class ClaimJudge:
             return "reproduced" if within else "refuted" if beyond else "open"
         sign = math.copysign(1.0, self.published)
         low, high = sorted((sign * effect.low, sign * effect.high))
-        if within or high < 0:
+        shown = effect.p < self.alpha  # seeds that agree to rounding give an interval without width, and few signs
+        if within or (shown and high < 0):
             return "refuted"
-        if low > 0:
+        if shown and low > 0:
             return "reproduced" if high >= abs(self.published) else "smaller than published"
         return "open"
 

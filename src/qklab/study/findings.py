@@ -167,6 +167,7 @@ def judge_study(study: StudySpec, values: Mapping[str, Mapping[int, float]]) -> 
         alpha=study.alpha,
         metric=find_metric(study.metric),
         analyses=study.analyses,
+        family=len(study.arms) - 1,
     )
 
 

@@ -52,6 +52,7 @@ def judge_arms(
     metric: Metric | None = None,
     analyses: int = 1,
     cap: int = 100,
+    family: int = 1,
 ) -> dict[str, Verdict]:
     """One verdict per arm, by rules fixed before anything ran, the first that applies:
 
@@ -60,7 +61,8 @@ def judge_arms(
        says so.
     2. one seed: one finite pair.
     3. better, worse: p of the paired t-test, Holm-adjusted over all arms (those without a p count as p = 1), below α;
-       the sign of the mean says which. The chance of any false "better" or "worse" in the study is at most α.
+       the sign of the mean says which. The chance of any false "better" or "worse" in the study is at most α. There are
+       `family` arms if some are still to come: the first to end is judged no more lightly than the last.
     4. equivalent: TOST within ±margin has p < α (each arm on its own, not adjusted).
     5. open: neither; `plan` says how many more seeds would settle it (`plan_more_seeds` with Holm's strictest step over
        the arms that have shown no difference; cap = 0 skips it).
@@ -77,9 +79,10 @@ def judge_arms(
     pairs = {arm: separate_diverged(values, baseline) for arm, values in arms.items()}
     found = {arm: compare_paired(p.arm, p.baseline, 1 - level) if p.arm else None for arm, p in pairs.items()}
     judged = {arm: f for arm, f in found.items() if f is not None and f.n > 1 and not pairs[arm].arm_diverged}
-    adjusted = adjust_holm({arm: cast(float, judged[arm].p) if arm in judged else 1.0 for arm in arms})
+    coming = {f"{number} to come": 1.0 for number in range(family - len(arms))}
+    adjusted = adjust_holm(coming | {arm: cast(float, judged[arm].p) if arm in judged else 1.0 for arm in arms})
     judge = Judge(
-        words=VerdictSentences(name, metric, margin, len(arms)),
+        words=VerdictSentences(name, metric, margin, max(family, len(arms))),
         alpha=level,
         cap=cap,
         remaining=sum(p >= level for p in adjusted.values()),

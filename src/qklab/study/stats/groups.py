@@ -31,16 +31,21 @@ class Contrast(Statistic):
     high: float
     p: float
 
+    @property
+    def agreement(self) -> float:
+        """The p-value of a bound that all seeds, which agree to rounding, lie on the other side of: a sign test's."""
+        return self.p / 2 if self.estimate else 2.0 ** -(self.df + 1)
+
     def exceeds(self, bound: float) -> float:
         """The p-value of "the sum is at most `bound`"."""
         if self.se == 0:
-            return self.p / 2 if self.estimate > bound else 1.0
+            return self.agreement if self.estimate > bound else 1.0
         return t_above(self.df, (self.estimate - bound) / self.se)
 
     def falls_below(self, bound: float) -> float:
         """The p-value of "the sum is at least `bound`"."""
         if self.se == 0:
-            return self.p / 2 if self.estimate < bound else 1.0
+            return self.agreement if self.estimate < bound else 1.0
         return t_above(self.df, (bound - self.estimate) / self.se)
 
 

@@ -18,7 +18,7 @@ from transformers.models.diffllama.configuration_diffllama import DiffLlamaConfi
 from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention, DiffLlamaRotaryEmbedding
 from transformers.models.gpt_neox.configuration_gpt_neox import GPTNeoXConfig
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention, GPTNeoXRotaryEmbedding
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RotaryEmbedding
 
@@ -82,9 +82,20 @@ def unchanged(rows: Tensor, *_: int) -> Tensor:
     return rows
 
 
-def causal_mask() -> Tensor:
+def causal_mask(segments: Tensor | None = None) -> Tensor:
     """What Transformers adds to the scores: 0 where a query may look and −∞ elsewhere."""
-    return torch.full((1, 1, TOKENS, TOKENS), -torch.inf, dtype=torch.float64).triu(1)
+    visible = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool).tril()
+    if segments is not None:
+        visible = visible & (segments[:, None, :, None] == segments[:, None, None, :])
+    return torch.zeros(visible.shape, dtype=torch.float64).masked_fill(~visible, -torch.inf)
+
+
+def packed_texts() -> tuple[Tensor, Tensor]:
+    """Two rows of three texts each: which text a token belongs to, and its place in it."""
+    lengths = [[4, 6, 3], [1, 5, 7]]
+    segments = [torch.arange(3).repeat_interleave(torch.tensor(row)) for row in lengths]
+    positions = [torch.cat([torch.arange(length) for length in row]) for row in lengths]
+    return torch.stack(segments), torch.stack(positions)
 
 
 def assert_equal(actual: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -127,7 +138,7 @@ def test_angles(base: float, rotated: int):
         assert_equal(ours[:, :, 0], theirs[..., : rotated // 2], torch.finfo(torch.float32).eps)
 
 
-# Qwen3: plain renaming
+# Llama and Qwen3: plain renaming
 
 LLAMA_NAMES = {
     "q_proj.": "project.query.",
@@ -137,6 +148,29 @@ LLAMA_NAMES = {
     "q_norm.weight": "normalise.query_gain",
     "k_norm.weight": "normalise.key_gain",
 }
+
+
+def llama(kv_heads: int, bias: bool = False) -> tuple[Attention, LlamaAttention]:
+    config = configured(LlamaConfig, num_key_value_heads=kv_heads, attention_bias=bias, rope_parameters=ROPE)
+    theirs = randomise(LlamaAttention(config, layer_idx=0))
+    spec = AttentionSpec(width=WIDTH, heads=4, kv_heads=kv_heads, bias=bias, rope_base=BASE)
+    return loaded(Attention(spec), renamed(theirs.state_dict(), LLAMA_NAMES)), theirs
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_llama(kv_heads: int, bias: bool):
+    ours, theirs = llama(kv_heads, bias)
+    assert_agreement(ours, theirs, LlamaRotaryEmbedding(theirs.config), EXACT)
+
+
+def test_packed_texts():
+    ours, theirs = llama(kv_heads=2)
+    segments, positions = packed_texts()
+    x = inputs()
+    angles = LlamaRotaryEmbedding(theirs.config)(x, positions)
+    expected = theirs(x, position_embeddings=angles, attention_mask=causal_mask(segments))[0]
+    assert_equal(ours(x, segments=segments), expected, SINGLE)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -289,11 +323,14 @@ def deepseek(bias: bool, interleaved: bool) -> tuple[AttentionSpec, DeepseekV3At
     return spec, randomise(DeepseekV3Attention(config, layer_idx=0))
 
 
+@pytest.mark.parametrize("form", ["expanded", "absorbed", "cheaper"])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_deepseek(bias: bool, interleaved: bool):
+def test_deepseek(bias: bool, interleaved: bool, form: str, monkeypatch: pytest.MonkeyPatch):
     spec, theirs = deepseek(bias, interleaved)
     ours = loaded(Attention(spec), deepseek_weights(theirs, halves if interleaved else unchanged))
+    if form != "cheaper":
+        monkeypatch.setattr(ours.mix, "prefers_absorbed", lambda queries, keys: form == "absorbed")
     assert_agreement(ours, theirs, DeepseekV3RotaryEmbedding(theirs.config), SINGLE)
 
 
@@ -392,13 +429,12 @@ GPT2_NAMES = {
 
 
 def assert_same_logits(ours: Decoder, theirs: nn.Module, tolerance: float) -> None:
-    """Same logits at once, and in chunks and single tokens after a cached prefix."""
+    """Same logits at once and after a cached prefix."""
     ids = token_ids(TOKENS)
     expected = theirs(ids).logits
     assert_equal(ours(ids), expected, tolerance)
     cache = ours.new_cache(len(ids), 1)
-    decoded = torch.cat([ours(chunk, cache=cache) for chunk in ids.split([4, 1, 5, 1, 2], 1)], 1)
-    assert_equal(decoded, expected, tolerance)
+    assert_equal(torch.cat([ours(chunk, cache=cache) for chunk in ids.split(5, 1)], 1), expected, tolerance)
 
 
 def token_ids(tokens: int, rows: int = 2) -> Tensor:
@@ -477,3 +513,34 @@ def gpt2_models() -> tuple[Decoder, GPT2LMHeadModel]:
 
 def test_gpt2_model():
     assert_same_logits(*gpt2_models(), EXACT)
+
+
+def test_gpt2_model_on_packed_texts():
+    # unlike RoPE, learned positions show where counting starts
+    ours, theirs = gpt2_models()
+    ids = token_ids(TOKENS)
+    segments, positions = packed_texts()
+    expected = theirs(ids, attention_mask=causal_mask(segments), position_ids=positions).logits
+    assert_equal(ours(ids, segments=segments), expected, EXACT)
+
+
+@pytest.mark.parametrize(("models", "tolerance"), [(llama_models, SINGLE), (gpt2_models, EXACT)])
+def test_left_padding(models: Callable[[], tuple[Decoder, nn.Module]], tolerance: float):
+    ours, theirs = models()
+    ids, padding = token_ids(TOKENS), torch.tensor([2, 7])
+    text = torch.arange(TOKENS) >= padding[:, None]
+    positions = (torch.arange(TOKENS) - padding[:, None]).clamp(min=0)
+    expected = theirs(ids, attention_mask=text.long(), position_ids=positions).logits
+    actual = ours(ids, cache=ours.new_cache(2, TOKENS, left_padding=padding))
+    assert_equal(actual[text], expected[text], tolerance)
+
+
+@pytest.mark.parametrize("padding", [[0, 0, 0], [0, 2, 5]])
+@pytest.mark.parametrize("models", [llama_models, gpt2_models])
+def test_greedy_generation(models: Callable[[], tuple[Decoder, Any]], padding: list[int]):
+    ours, theirs = models()
+    prompt, left_padding = token_ids(6, rows=3), torch.tensor(padding)
+    mask = (torch.arange(6) >= left_padding[:, None]).long()
+    expected = theirs.generate(prompt, attention_mask=mask, do_sample=False, max_new_tokens=CONTEXT - 6)
+    actual = ours.generate(prompt, CONTEXT - 6, temperature=0, left_padding=left_padding)
+    assert actual.tolist() == expected.tolist()

@@ -159,6 +159,15 @@ def test_a_decoder_folds(share: str) -> None:
     assert sum(parameter.numel() for parameter in folded.parameters()) == folded.spec.parameters()
 
 
+@pytest.mark.parametrize("name", ["learned positions", "MLA"])
+def test_compiled_models_take_any_length(name: str) -> None:
+    decoder = model(name, layers=1)
+    torch._dynamo.reset()
+    compiled = torch.compile(decoder, fullgraph=True, backend="eager", dynamic=True)
+    for length in (12, 7, 1):
+        torch.testing.assert_close(compiled(tokens(length=length)), decoder(tokens(length=length)))
+
+
 def test_arms_share_the_initial_values_of_shared_parameters() -> None:
     """By name, whatever else differs; and under torch's global seed as well."""
     plain = Decoder(recipe("nano"), seed=7).state_dict()

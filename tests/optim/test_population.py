@@ -82,6 +82,13 @@ def bits(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
+def test_adamw_equals_every_members_own() -> None:
+    pair = Pair(SPECS)
+    for number in range(5):
+        pair.step(number)
+    pair.assert_equal()
+
+
 def test_a_member_that_skips_keeps_every_bit_and_its_own_count_of_steps() -> None:
     pair = Pair(SPECS)
     pair.step(0)
@@ -216,6 +223,19 @@ def test_a_step_is_one_graph_that_asks_no_value_of_the_device() -> None:
     assert all(
         torch.equal(p, q) for p, q in zip(plain.stacked.parameters(), compiled.stacked.parameters(), strict=True)
     )
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_member_that_diverges_changes_no_bit_of_another(kind: str) -> None:
+    sick, sound = (Pair([spec.replace(kind=kind) for spec in SPECS], controls("quack")) for _ in range(2))
+    for number in range(3):
+        sick.step(number, (False, number > 0, False))
+        sound.step(number)
+    for member in (0, 2):
+        for name, parameter in sound.stacked.named_parameters():
+            assert torch.equal(sick.stacked.get_parameter(name)[member], parameter[member])
+        state = sick.population.tensors(member)
+        assert all(torch.equal(tensor, state[name]) for name, tensor in sound.population.tensors(member).items())
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,13 @@ def test_killed_and_resumed_is_bit_equal(point: str, settings: Settings, tiny_ru
     assert comparable(tmp_path / "run") == comparable(tiny_run)
 
 
+def test_killed_again_and_again(settings: Settings, tiny_run: Path, tmp_path: Path) -> None:
+    for point in ("between update and record", "between write and rename of the first checkpoint", "after a probe"):
+        kill_at(point, settings, tmp_path / "run")
+    assert train_until(None, *settings(), tmp_path / "run") == "finished"
+    assert comparable(tmp_path / "run") == comparable(tiny_run)
+
+
 def train_until_asked(spec: RunSpec, execution: ExecutionSpec, folder: Path) -> None:
     """Train, and wait before the fourth step until someone asks to stop, whatever else the machine does."""
     plain = Trainer.step
@@ -140,3 +147,10 @@ def test_a_checkpoint_is_due_by_the_clock(settings: Settings, tmp_path: Path) ->
     settled = settings(execution={"checkpoint_steps": None, "checkpoint_minutes": 1e-6})
     assert train_until(None, *settled, tmp_path / "run") == "finished"
     assert (tmp_path / "run" / "checkpoints" / "step-0000000011").exists()
+
+
+def test_a_finished_run_is_left_alone(settings: Settings, tiny_run: Path) -> None:
+    before = comparable(tiny_run)
+    again = train(settings()[0], tiny_run, settings()[1])
+    assert (again.status, again.summary) == ("finished", RunDirectory(tiny_run).summary())
+    assert comparable(tiny_run) == before

@@ -23,6 +23,7 @@ from collections import Counter
 from pathlib import Path
 
 import keep
+import torch
 from order import LANES, START, PlannedStudy, SharedCard, count_missing_minutes, foresee_queue, read_order, read_queue
 from records import RECORDS, read_records
 
@@ -113,6 +114,7 @@ class Queue:
             print(f"{study.name}: {arm}, {self.minutes_left:.1f} min left", flush=True)
             command = [sys.executable, "-u", "-m", "qklab.cli", "study", study.file, "--out", self.work / study.name]
             command += ["--at-once", "1", "--keep", "0", "--only", arm]
+            command += ["--compile", "yes"] if torch.cuda.is_available() else []  # as the runs that are kept were
             # the study's own guess, by runs that may have shared a card with more, is asked only where it alone can say
             command += [] if populations == 1 else ["--minutes", f"{self.minutes_left:.3f}"]
             command += [] if self.data is None else ["--data", self.data]

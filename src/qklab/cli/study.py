@@ -24,6 +24,7 @@ class StudyCommand:
         rows: windows per forward pass, where a whole batch does not fit into memory
         population: how many runs that differ in seed and learning rate are trained as one model: a number, off, or
             auto, which does so on a GPU
+        compile: yes or no for all runs; by default on a GPU where the study is long enough to gain by it
         minutes: begin only what can end in so many minutes, and stop; the same command continues
         only: begin runs of these arms alone, since other machines do the others; --merge unites them
         keep: how many checkpoints of a run stay beside its best; 0: none once it has ended
@@ -40,6 +41,7 @@ class StudyCommand:
     at_once: int | None = None
     rows: int | None = None
     population: str = "auto"
+    compile: Literal["yes", "no"] | None = None
     minutes: float | None = None
     only: tuple[str, ...] = ()
     keep: int = 1
@@ -73,9 +75,10 @@ class StudyCommand:
             spec = spec.replace(seeds=self.seeds)
         out = self.out or str(Path("runs") / encode_file_name(spec.name.replace(" ", "-").lower()))
         execution = {"rows": self.rows, "population": self.population, "keep": self.keep}
+        execution |= {} if self.compile is None else {"compile": self.compile}
         settings: dict[str, Any] = {"data": self.data, "execution": execution, "only": self.only}
         words = ["qklab", "study", str(self.file), "--out", out]
-        for name in ("rows", "executor", "ray", "data"):
+        for name in ("rows", "compile", "executor", "ray", "data"):
             if getattr(self, name) is not None:
                 words += [f"--{name}", str(getattr(self, name))]
         make = register.executor[self.executor or ("local" if self.ray is None else "ray")]

@@ -38,9 +38,10 @@ ACTIVATIONS, KEPT_MLP = 10, 3
 # or population; 3,000 steps of a run alone, whose kernels the host launches, make up for that. A population's step is a
 # CUDA graph, compiled or not: compiling only spares it what its kernels write and read in between, a third of a step.
 # At the speeds measured for nano, micro and mini that is 2.9, 12 and 12 ms, or as much for each token, layer and unit
-# of width. So fifteen runs of nano need ten thousand steps, and five of two layers, width 64 and 1,024 tokens a step
-# half a million.
-COMPILING, SAVED_LAUNCHES, SAVED_TRAFFIC = 30.0, 0.01, 7e-11
+# of width. Most of the time that one population compiles another is trained on the same GPU: a fifth is taken as lost.
+# So fifteen runs of nano need three thousand steps, and five of two layers, width 64 and 1,024 tokens a step a hundred
+# thousand.
+COMPILING, LOST, SAVED_LAUNCHES, SAVED_TRAFFIC = 30.0, 0.2, 0.01, 7e-11
 WARM_UP = 3  # steps before one is recorded as a CUDA graph: by then everything is compiled and allocated
 
 
@@ -184,9 +185,10 @@ def does_compiling_pay(spec: RunSpec, runs: int, population: str | int) -> bool:
     """Whether so many runs of this shape gain as much on a GPU by a compiled step as it takes to compile it."""
     if spec.steps is None:
         return True
-    launches = SAVED_LAUNCHES if choose_population_size(spec, "cuda", population, runs) == 1 else 0.0
+    alone = choose_population_size(spec, "cuda", population, runs) == 1
+    launches, lost = (SAVED_LAUNCHES, 1.0) if alone else (0.0, LOST)
     traffic = SAVED_TRAFFIC * spec.tokens_per_step * spec.model.layers * spec.model.width
-    return runs * spec.steps * (launches + traffic) >= COMPILING
+    return runs * spec.steps * (launches + traffic) >= lost * COMPILING
 
 
 def measure_device_memory() -> float:

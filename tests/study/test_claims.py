@@ -88,6 +88,8 @@ def test_the_sentence_says_what_was_seen_what_was_published_and_the_trend() -> N
         "+5.9 % (95 % interval +5.2 to +6.5 %)."
     )
     assert (found.low, found.percent, found.high) == pytest.approx((-5.247, -4.877, -4.506), abs=0.01)
+    level = judge(at_sizes(-0.07, -0.07, -0.07)).sentence
+    assert "the effect changes by +0 % (95 % interval −0.66 to +0.66 %)" in level  # not by −1.3e−15 %
 
 
 def test_places_with_tokenizers_of_their_own_compare_in_bits_per_byte() -> None:

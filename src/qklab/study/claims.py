@@ -269,7 +269,10 @@ def to_per_cent(nats: float) -> float:
 
 
 def write_change(effect: Contrast) -> str:
-    ends = [write_per_cent(to_per_cent(value)) for value in (effect.estimate, effect.low, effect.high)]
+    values = [to_per_cent(value) for value in (effect.estimate, effect.low, effect.high)]
+    half = (values[2] - values[1]) / 2
+    digits = 2 - math.floor(math.log10(half)) if half > 0 else 9  # what lies far below the uncertainty is nothing
+    ends = [write_per_cent(round(value, digits) + 0.0) for value in values]
     return f"{ends[0]} ({100 * effect.level:.3g} % interval {ends[1].removesuffix(' %')} to {ends[2]})"
 
 

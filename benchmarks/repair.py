@@ -88,7 +88,7 @@ def run_case(case: Case, given: Any, text: TokenWindows, held_out: TokenWindows,
     """The held-out loss after a repair."""
     old, new = (load_for_conversion(given.before, given.device)[0] for _ in range(2))
     if case.converted:
-        calibration = text.read(range(CALIBRATION // text.context))[:, :-1] if case.calibrated else None
+        calibration = text.read(range(min(len(text), CALIBRATION // text.context)))[:, :-1] if case.calibrated else None
         convert(new, share="k=v", calibration=calibration)
     steps = round(case.share * tokens / (given.batch * text.context))
     began, used = time.perf_counter(), time.process_time()

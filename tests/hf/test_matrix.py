@@ -135,9 +135,10 @@ def test_trained_and_saved_is_loaded_and_takes_an_adapter(family: str, tmp_path:
     model.eval().save_pretrained(tmp_path / "whole", max_shard_size="20KB")
     wanted = compute_logits(model)
     assert not torch.equal(wanted, before)
+    loaded: Any = None
     doors = {"trained": load_converted, "whole": AutoModelForCausalLM.from_pretrained}
     for folder, load in doors.items():
-        loaded: Any = load(tmp_path / folder, attn_implementation=implementation)
+        loaded = load(tmp_path / folder, attn_implementation=implementation)
         for parameter in loaded.parameters():
             parameter.data = parameter.data.clone()  # aligned as they were: kernels round by that
         assert torch.equal(compute_logits(loaded), wanted)

@@ -173,6 +173,15 @@ def test_nothing_of_a_packed_neighbour_is_seen() -> None:
 
 
 @on_kernel
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")  # numpy, which interprets
+def test_tokens_of_a_block_that_are_not_there_count_for_nothing() -> None:
+    """Their states are 0, which without eps has no length."""
+    given = example(Case(T=3, B=1), torch.float32)
+    given["bias"].data.zero_()
+    assert all(x.isfinite().all() for x in with_gradients(given | {"eps": 0.0}, "triton"))
+
+
+@on_kernel
 @pytest.mark.parametrize("case", [LOW, Case(texts=((3, 2),), T=5, members=2)])
 def test_every_output_is_written_and_repeats_are_bit_equal(case: Case) -> None:
     given = example(case, torch.float32)

@@ -26,17 +26,20 @@ from torch import Tensor, nn
 from measure import RESULTS, copy_rate, gpu_seconds, keep, median_and_spread, peak_bytes, provenance, seconds
 from qklab import CouplingSpec, Decoder, recipe, register
 from qklab.attention.couple import Coupling
+from qklab.attention.look_back import LookbackCoupling
+from qklab.attention.past import Past
 from qklab.attention.spec import AttentionSpec
 from qklab.model.decoder import Recompute
 from qklab.ops.dispatch import Impl
 from qklab.ops.loss import linear_cross_entropy
-from qklab.ops.rope import rope_angles
+from qklab.ops.rope import Angles, rope_angles
 
 COUPLED: dict[str, dict[str, Any]] = {
     "euler×1": {"kind": "euler"},
     "leapfrog×1": {"kind": "leapfrog"},
     "leapfrog×7": {"kind": "leapfrog", "steps": 7},
     "affine×1": {"kind": "affine"},
+    "cca": {"kind": "cca"},  # not rotated in the same pass
 }
 BF16 = torch.bfloat16
 
@@ -56,14 +59,19 @@ class Op:
         self.q, self.k, self.dq, self.dk = (torch.randn(shape, device="cuda", dtype=BF16) for _ in range(4))
         self.q.requires_grad_()
         self.k.requires_grad_()
-        positions = torch.arange(tokens, device="cuda")[None]
-        self.angles = rope_angles(positions, head_width, 10_000.0, torch.float32)
+        self.positions = torch.arange(tokens, device="cuda")[None]
+        self.angles = rope_angles(self.positions, head_width, 10_000.0, torch.float32)
         self.bytes = self.q.numel() * 2
 
     def forward(self, impl: Impl = "triton") -> tuple[Tensor, Tensor]:
         self.couple.impl = impl
         with torch.autocast("cuda", BF16):
-            return self.couple.fuse(self.q, self.k, None, self.angles)
+            return self.run(self.q, self.k, self.angles)
+
+    def run(self, q: Tensor, k: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
+        if isinstance(self.couple, LookbackCoupling):
+            return self.couple(q, k, None, Past(self.positions))[:2]
+        return self.couple.fuse(q, k, None, angles)
 
     def leaves(self) -> list[Tensor]:
         return [self.q, self.k, *self.couple.parameters()]
@@ -77,7 +85,7 @@ class Op:
         wide = self.couple.double()
         q, k = (x.detach().double().requires_grad_() for x in (self.q, self.k))
         cos, sin = (angle.double() for angle in self.angles)
-        outputs = wide.fuse(q, k, None, (cos, sin))
+        outputs = self.run(q, k, (cos, sin))
         found = torch.autograd.grad(outputs, [q, k, *wide.parameters()], (self.dq.double(), self.dk.double()))
         self.couple.float()
         return [*(y.detach() for y in outputs), *found]

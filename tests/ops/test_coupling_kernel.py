@@ -1,12 +1,11 @@
 """The coupling kernels against the reference: every map, both ways (see `kernels.py` for where they run)."""
 
 import math
-import types
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from kernels import DEVICE, GPU, INTERPRETED, on_gpu, on_kernel
+from kernels import DEVICE, GPU, INTERPRETED, on_gpu, on_kernel, refuse_strays
 from torch import Tensor
 
 from qklab import AttentionSpec, CouplingSpec
@@ -119,46 +118,9 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(launch, "choose_launch", choose)
         monkeypatch.setattr(launch, "WORKSPACE", 2**14)
-        refuse_strays(monkeypatch)
+        refuse_strays(monkeypatch, launch)
     # oneDNN's low-precision products need instructions not every machine grants
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-
-
-def refuse_strays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the interpreter read and write nothing but the tensors that a kernel was given."""
-    from triton.runtime import interpreter
-
-    from qklab.ops.coupling import launch
-
-    run, load, store = launch.run, interpreter._interpreter.load, interpreter._interpreter.store
-    spans: list[tuple[int, int]] = []
-
-    def check(places: Any, mask: Any) -> None:
-        places = places[mask]
-        if places.size:
-            first, last = places.min(), places.max()
-            assert any(start <= first and last < stop for start, stop in spans), "outside of all tensors"
-
-    def checked_load(places: Any, mask: Any, *rest: Any) -> Any:
-        check(places, mask)
-        return load(places, mask, *rest)
-
-    def checked_store(places: Any, values: Any, mask: Any) -> Any:
-        check(places, mask)
-        return store(places, values, mask)
-
-    def tensors(arguments: Any) -> list[Tensor]:
-        nested = [tensors(a) if isinstance(a, tuple) else [a] for a in arguments]
-        return [a for part in nested for a in part if isinstance(a, Tensor)]
-
-    def checked_run(kernel: Any, grid: Any, how: Any, *arguments: Any) -> None:
-        storages = {a.untyped_storage().data_ptr(): a.untyped_storage() for a in tensors(arguments)}
-        spans[:] = [(start, start + storage.nbytes()) for start, storage in storages.items()]
-        run(kernel, grid, how, *arguments)
-
-    monkeypatch.setattr(launch, "run", checked_run)
-    fake = types.SimpleNamespace(**{**vars(interpreter._interpreter), "load": checked_load, "store": checked_store})
-    monkeypatch.setattr(interpreter, "_interpreter", fake)
 
 
 def example(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Any]:

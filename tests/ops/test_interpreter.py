@@ -13,7 +13,8 @@ from kernels import GPU, INSTALLED, INTERPRETED
 @pytest.mark.skipif(GPU or INTERPRETED or not INSTALLED, reason="the kernels run in this process, or not at all")
 @pytest.mark.timeout(600)
 def test_the_kernels_in_the_interpreter() -> None:
-    files = [Path(__file__).with_name(f"test_{name}.py") for name in ("coupling_kernel", "decode_kernel", "loss")]
+    names = "coupling_kernel", "convolution_kernel", "decode_kernel", "loss"
+    files = [Path(__file__).with_name(f"test_{name}.py") for name in names]
     options = ["-q", "-rs", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "kernel or triton"]
     command = [sys.executable, "-m", "pytest", *options, *files]
     answer = subprocess.run(

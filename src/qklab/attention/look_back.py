@@ -11,8 +11,8 @@ from qklab import register
 from qklab.attention.couple import Coupling
 from qklab.attention.draw import uniform_
 from qklab.attention.past import Past
+from qklab.ops.convolution import convolve_heads
 from qklab.ops.members import spread_members
-from qklab.ops.norm import rms_norm
 
 if TYPE_CHECKING:
     from qklab.attention.coupling_spec import CouplingSpec
@@ -57,7 +57,7 @@ class ConvolutionalCoupling(LookbackCoupling):
     def __init__(self, spec: AttentionSpec):
         super().__init__(spec)
         heads, width = spec.query_heads + spec.kv_heads, spec.head_width
-        self.query_heads, self.eps = spec.query_heads, spec.norm_eps
+        self.eps = spec.norm_eps
         self.entry_weight = nn.Parameter(torch.empty(2, heads, width))  # of this token and of the one before
         self.entry_bias = nn.Parameter(torch.empty(heads, width))
         self.head_weight = nn.Parameter(torch.empty(heads, 2 * width, width))  # rows: this token, the one before
@@ -74,35 +74,32 @@ class ConvolutionalCoupling(LookbackCoupling):
         nn.init.ones_(self.temperature)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor | None, past: Past) -> tuple[Tensor, Tensor, Tensor | None]:
-        mixed = (q.unflatten(2, (self.kv_heads, -1)) + k.unsqueeze(3)) / 2  # [B, T, G, R, D]
-        y = self.convolve(torch.cat([q, k], 2), past)
-        temperature = self.spread(self.temperature, len(k))[..., None]
-        new_q = rms_norm(y[:, :, : self.query_heads] + mixed.flatten(2, 3), None, self.eps)
-        new_k = rms_norm(y[:, :, self.query_heads :] + mixed.mean(3), None, self.eps) * temperature
-        return new_q.to(q.dtype), new_k.to(k.dtype), None if v is None else delay_half(v, past)
+        kept_q, kept_k = past.recall(q, 2), past.recall(k, 2)
+        new_q, new_k = convolve_heads(
+            q,
+            k,
+            *self.fold_convolutions(),
+            self.temperature,
+            past.positions,
+            eps=self.eps,
+            kept=None if kept_q is None or kept_k is None else (kept_q, kept_k),
+            members=self.members,
+            impl=self.impl,
+        )
+        return new_q, new_k, None if v is None else delay_half(v, past)
 
-    def convolve(self, u: Tensor, past: Past) -> Tensor:
-        """Entry by entry over two tokens, then head by head over two: u [B, T, H + G, D] → the same shape.
-
-        Both are linear, so they are one product with three tokens; every row has a copy of the weights, since a sum
-        over all tokens at once would leave most of a GPU idle on the way back.
-        """
+    def fold_convolutions(self) -> tuple[Tensor, Tensor]:
+        """Entry by entry over two tokens, then head by head over two: both are linear, so they are one product with
+        three tokens, [H + G, 3D, D], and a bias [H + G, D]."""
         now, before = self.entry_weight.unsqueeze(-1).unbind(-4)  # [H + G, D, 1]
         this, last = self.head_weight.chunk(2, -2)  # [H + G, D, D]
         weight = torch.cat([now * this, before * this + now * last, before * last], -2)
-        bias = (self.entry_bias.unsqueeze(-1) * (this + last)).sum(-2) + self.head_bias
-        tokens = torch.cat([u, *past.before(u, 2)], -1).to(weight.dtype).transpose(1, 2)  # [B, H + G, T, 3D]
-        weight = spread_members(weight, self.members, len(u), 0).expand(len(u), -1, -1, -1)
-        return (tokens @ weight).transpose(1, 2) + self.spread(bias, len(u))
-
-    def spread(self, parameter: Tensor, rows: int) -> Tensor:
-        """A parameter […] so that it broadcasts with [B, T, …], of members each on its own rows."""
-        return spread_members(parameter, self.members, rows, 1)
+        return weight, (self.entry_bias.unsqueeze(-1) * (this + last)).sum(-2) + self.head_bias
 
     @classmethod
     def remembers(cls, spec: AttentionSpec) -> Remembered:
-        pairs = (2, (spec.query_heads + spec.kv_heads) * spec.head_width)
-        return (pairs,) if spec.key_is_value else (pairs, (1, spec.kv_heads * spec.head_width // 2))
+        queries, keys = ((2, heads * spec.head_width) for heads in (spec.query_heads, spec.kv_heads))
+        return (queries, keys) if spec.key_is_value else (queries, keys, (1, spec.kv_heads * spec.head_width // 2))
 
     @classmethod
     def map_parameters(cls, spec: AttentionSpec, coupling: CouplingSpec) -> int:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from qklab.ops.shift import shift_tokens
+
 
 class Past:
     """The tokens before each of T new ones. A text sees nothing of the one packed before it, nor of its padding.
@@ -21,15 +23,13 @@ class Past:
 
     def before(self, u: Tensor, tokens: int) -> list[Tensor]:
         """u [B, T, …] of one to `tokens` tokens earlier, in this order; 0 where a text has not begun."""
-        shape = (u.shape[0], tokens, *u.shape[2:])
-        kept = self.kept[len(self.seen)].to(u.dtype).view(shape) if self.kept else u.new_zeros(shape)
-        self.seen.append(u)
-        row = torch.cat([kept, u], 1)
-        return [self.cut(row[:, tokens - back : row.shape[1] - back], back) for back in range(1, tokens + 1)]
+        return shift_tokens(u, self.positions, tokens, self.recall(u, tokens))
 
-    def cut(self, u: Tensor, back: int) -> Tensor:
-        inside = (self.positions >= back).view(*self.positions.shape, *(1,) * (u.dim() - 2))
-        return torch.where(inside, u, 0)
+    def recall(self, u: Tensor, tokens: int) -> Tensor | None:
+        """Note that u [B, T, …] is looked back on, and give what a cache kept of the tokens before: [B, tokens, …]."""
+        i = len(self.seen)
+        self.seen.append(u)
+        return self.kept[i].to(u.dtype).view(u.shape[0], tokens, *u.shape[2:]) if self.kept else None
 
 
 class TokenRing:

@@ -8,6 +8,7 @@ is at its own best one:
 
     <!-- nats: coupling-nano standard@3e-3 uncoupled@3e-3 -->0.063 nats (0.040 to 0.087)<!-- end -->, first less second
     <!-- perplexity: coupling-nano leapfrog standard -->−4.9 % (−17.3 to +9.4)<!-- end -->, first against second
+    <!-- points: b8-2x32 q=k=v -->−2.6 points (−4.0 to −1.2)<!-- end -->, of accuracy, mean over tasks, against standard
     <!-- spread: coupling-nano standard -->0.22 nats<!-- end -->, between the best and the worst seed at one rate
     <!-- vectors: similarity-3x64 key_value_alignment trained -->0.31 (0.27 to 0.35)<!-- end -->, or untrained
 
@@ -32,6 +33,7 @@ from records import RECORDS
 from studies import Evidence
 
 from qklab.study.plan import write_number
+from qklab.study.stats.groups import average_groups
 from qklab.study.stats.paired import compare_paired
 
 EVIDENCE = Path(__file__).parent
@@ -114,14 +116,19 @@ def fill_block(text: str, table: str) -> str:
 
 
 def write_number_of(kind: str, study: Evidence, places: Sequence[str]) -> str:
-    """A paired difference in nats or per cent of perplexity with its 95 % interval, how far seeds lie apart, or how
-    alike vectors are."""
+    """A paired difference in nats, per cent of perplexity or points of accuracy with its 95 % interval, how far seeds
+    lie apart, or how alike vectors are."""
     if kind == "spread":
         rates = [[*own.values()] for (arm, _), own in study.collect(study.spec.corpora[0]).items() if arm == places[0]]
         return f"{max(max(own) - min(own) for own in rates if all(map(math.isfinite, own))):.2f} nats"
     if kind == "vectors":
         name, side = places
         return "{:.2f} ({:.2f} to {:.2f})".format(*study.describe_vectors()[name][side]).translate(MINUS)
+    if kind == "points":
+        (effect,) = study.measure_mean(" ".join(places))
+        found = average_groups([effect.differences])
+        mean, low, high = (100 * value for value in (found.estimate, found.low, found.high))
+        return f"{mean:+.1f} points ({low:+.1f} to {high:+.1f})".translate(MINUS)
     own = compare_paired(*(study.select(place) for place in places))
     low, high = (math.nan if end is None else end for end in (own.low, own.high))
     if kind == "nats":
@@ -139,7 +146,7 @@ def fill_numbers(text: str, studies: Mapping[str, Evidence]) -> str:
             sys.exit(f"there is no study {study}, which a page asks for; there are {', '.join(studies)}.")
         return f"{found['mark']}{write_number_of(kind, studies[study], places)}{found['end']}"
 
-    mark = r"(?P<mark><!-- (?P<kind>nats|perplexity|spread|vectors): (?P<study>\S+) (?P<places>[^>]+?) -->)"
+    mark = r"(?P<mark><!-- (?P<kind>nats|perplexity|points|spread|vectors): (?P<study>\S+) (?P<places>[^>]+?) -->)"
     return re.sub(mark + r".*?(?P<end><!-- end -->)", compute, text, flags=re.DOTALL)
 
 

@@ -228,12 +228,13 @@ def write_claims_table(
     for claim, found in zip(claims["claims"], judged, strict=True):
         measured = "<br>".join(write_measured(figure) for figure in found["figures"])
         words = list_words(found["figures"])
+        verdict = "; ".join(words)
+        if "limits" in claim and words != ["open"]:
+            verdict = f"{claim['limits']}: {verdict}"
         links = ", ".join(f"[{name}](../evidence/{name}/README.md)" for name in claim["studies"] if name in studies)
         open_for = [describe_missing(claim, found["figures"], order)] if words == ["open"] else []
         why = "; ".join([*open_for, links] if links else open_for)
-        lines.append(
-            f"| {claim['id']} | {claim['claim']} | {claim['published']} | {measured} | {'; '.join(words)} ({why}) |"
-        )
+        lines.append(f"| {claim['id']} | {claim['claim']} | {claim['published']} | {measured} | {verdict} ({why}) |")
     return "\n".join([*lines, ""])
 
 

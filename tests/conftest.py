@@ -11,6 +11,8 @@ import torch
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # asleep, where there are several after all
 
+atexit.register(gc.unfreeze)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where the contract suite runs, e.g. cuda")
@@ -18,13 +20,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
-
-
-def pytest_collection_finish() -> None:
-    """What is imported by now stays to the end: no collection of garbage, of which Trainer asks for one a training,
-    has to look at it."""
-    gc.freeze()
-    atexit.register(gc.unfreeze)
 
 
 @pytest.fixture
@@ -36,6 +31,14 @@ def device(request: pytest.FixtureRequest) -> str:
 def _one_thread_per_worker() -> None:
     """The tests' tensors are tiny, and pytest-xdist already uses all cores."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_is_there_is_no_garbage() -> None:
+    """A collection of garbage, of which Transformers' Trainer asks for one a training, goes through what is new only,
+    and not through everything that was ever imported and compiled."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

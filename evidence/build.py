@@ -3,8 +3,8 @@
     python evidence/build.py            writes results.json, each study's table in its README.md, and docs/evidence.md's
     python evidence/build.py --check    changes nothing, names what is stale and exits 1
 
-Numbers in sentences, there, in README.md and in the studies' own, are filled in between marks; an arm without a rate
-is at its own best one:
+Numbers in sentences, there, in README.md, in docs/mechanisms and in the studies' own, are filled in between marks; an
+arm without a rate is at its own best one:
 
     <!-- nats: coupling-nano standard@3e-3 uncoupled@3e-3 -->0.063 nats (0.040 to 0.087)<!-- end -->, first less second
     <!-- perplexity: coupling-nano leapfrog standard -->−4.9 % (−17.3 to +9.4)<!-- end -->, first against second
@@ -38,6 +38,7 @@ from qklab.study.stats.paired import compare_paired
 
 EVIDENCE = Path(__file__).parent
 PAGE, README, RESULTS = EVIDENCE.parent / "docs/evidence.md", EVIDENCE.parent / "README.md", EVIDENCE / "results.json"
+MECHANISMS = PAGE.parent / "mechanisms"
 MARK = "<!-- table: begin -->"
 
 
@@ -164,7 +165,8 @@ def build() -> dict[Path, str]:
         PAGE.read_text(encoding="utf-8"), write_claims_table(claims, judged, studies, read_order(EVIDENCE))
     )
     files = {RESULTS: results, PAGE: fill_numbers(page, studies)}
-    files[README] = fill_numbers(README.read_text(encoding="utf-8"), studies)
+    for path in (README, *sorted(MECHANISMS.glob("*.md"))):
+        files[path] = fill_numbers(path.read_text(encoding="utf-8"), studies)
     for name, study in studies.items():
         page = study.folder / "README.md"
         text = page.read_text(encoding="utf-8")

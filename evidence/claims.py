@@ -222,19 +222,19 @@ def write_claims_table(
     order: Mapping[str, PlannedStudy],
 ) -> str:
     lines = [
-        "| | claim | published | measured: change of perplexity, points of accuracy, or the value | verdict |",
-        "|---|---|---|---|---|",
+        "| | claim | published | measured: change of perplexity, points of accuracy, or value | verdict | studies |",
+        "|---|---|---|---|---|---|",
     ]
     for claim, found in zip(claims["claims"], judged, strict=True):
         measured = "<br>".join(write_measured(figure) for figure in found["figures"])
         words = list_words(found["figures"])
         verdict = "; ".join(words)
-        if "limits" in claim and words != ["open"]:
+        if words == ["open"]:
+            verdict += f" ({describe_missing(claim, found['figures'], order)})"
+        elif "limits" in claim:
             verdict = f"{claim['limits']}: {verdict}"
-        links = ", ".join(f"[{name}](../evidence/{name}/README.md)" for name in claim["studies"] if name in studies)
-        open_for = [describe_missing(claim, found["figures"], order)] if words == ["open"] else []
-        why = "; ".join([*open_for, links] if links else open_for)
-        lines.append(f"| {claim['id']} | {claim['claim']} | {claim['published']} | {measured} | {verdict} ({why}) |")
+        links = "<br>".join(f"[{name}](../evidence/{name}/README.md)" for name in claim["studies"] if name in studies)
+        lines.append(f"| {claim['id']} | {claim['claim']} | {claim['published']} | {measured} | {verdict} | {links} |")
     return "\n".join([*lines, ""])
 
 
@@ -253,11 +253,22 @@ def describe_missing(
 
 
 def list_words(figures: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The word that all figures share, or each one's own."""
-    words = {figure["word"] for figure in figures} or {"open"}
-    if len(words) == 1:
-        return [*words]
-    return [f"{name_figure(figure)}: {figure['word']}" for figure in figures]
+    """The word that all figures share, or each one's own, and how what is seen compares with what was published."""
+    words = [figure["word"] + compare_with_published(figure) for figure in figures] or ["open"]
+    if len({*words}) == 1:
+        return words[:1]
+    return [f"{name_figure(figure)}: {word}" for figure, word in zip(figures, words, strict=True)]
+
+
+def compare_with_published(figure: Mapping[str, Any]) -> str:
+    """Of an effect that is seen: whether it is smaller or larger than published at every size that counts."""
+    if figure["kind"] == "sign" or not figure["word"].startswith(("seen", "reproduced")):
+        return ""
+    counted = [own["effect"] for own in figure["measured"] if own["size"] in figure["counted"]]
+    ends = [sorted(math.copysign(1.0, figure["published"]) * end for end in effect[1:]) for effect in counted]
+    if all(high < abs(figure["published"]) for _, high in ends):
+        return ", smaller than published at every size"
+    return ", larger than published at every size" if all(low > abs(figure["published"]) for low, _ in ends) else ""
 
 
 def name_figure(figure: Mapping[str, Any]) -> str:
@@ -268,8 +279,8 @@ def write_measured(figure: Mapping[str, Any]) -> str:
     kind = KINDS[figure["kind"]]
     what = f" {figure['probe']}" if "probe" in figure and figure["baseline"] else ""
     against = "" if figure["baseline"] in (None, "standard") else f" against {figure['baseline']}"
-    sign = "" if figure["baseline"] is None else "+"
-    told = []
+    sign = "" if figure["baseline"] is None or figure["kind"] == "speed_up" else "+"
+    told = [f"**{name_figure(figure)}{what}{against}**"]
     for own in figure["measured"]:
         if own["diverged"]:
             told.append(f"{own['size']}: {own['diverged']} seeds diverged")
@@ -278,5 +289,6 @@ def write_measured(figure: Mapping[str, Any]) -> str:
                 None if x is None else f"{x:{sign}.{kind.digits}f}".translate(MINUS) for x in own["effect"]
             )
             interval = "" if None in ends else f" ({ends[0]} to {ends[1]})"
-            told.append(f"{own['size']}: {effect}{kind.unit}{interval}, n = {own['seeds']}")
-    return f"{name_figure(figure)}{what}{against} {'; '.join(told)}"
+            few = "" if own["seeds"] == SEEDS else f", n = {own['seeds']}"
+            told.append(f"{own['size']}: {effect}{kind.unit}{interval}{few}")
+    return "<br>".join(told)

@@ -44,23 +44,25 @@ def copied(tmp_path: Path) -> Path:
 
 
 def test_a_changed_record_changes_its_tables_and_a_lost_one_is_not_made_up(copied: Path) -> None:
-    folder = copied / "sharing-nano"
+    folder = copied / "sharing-pico"
     lines = read_records(folder)
-    own = [record for record in lines if record["place"] == "wikipedia/k=v/lr0.012-seed0"]
+    own = [record for record in lines if record["place"] == "wikipedia/q=k=v/lr0.009-seed0"]
     own[0]["summary"]["evaluation"]["test"]["loss"] += 0.1
     others = [record for record in lines if not record["place"].startswith("wikipedia/q=k/")]
     write_records(folder, others)
+    for path in (folder / "README.md", copied.parent / "docs/evidence.md"):  # sentences that would miss it
+        path.write_text(path.read_text(encoding="utf-8").replace("perplexity: sharing-pico q=k standard", ""))
     files = load_build(copied).build()
-    table, page = files[copied / "sharing-nano/README.md"], files[copied.parent / "docs/evidence.md"]
-    before = (ROOT / "evidence/sharing-nano/README.md").read_text(encoding="utf-8")
+    table, page = files[copied / "sharing-pico/README.md"], files[copied.parent / "docs/evidence.md"]
+    before = (ROOT / "evidence/sharing-pico/README.md").read_text(encoding="utf-8")
 
     def row(text: str, arm: str) -> str:
         return next((line for line in text.splitlines() if line.startswith(f"| {arm} |")), "")
 
-    assert row(table, "k=v") != row(before, "k=v")
+    assert row(table, "q=k=v") != row(before, "q=k=v")
     assert row(table, "standard") == row(before, "standard")
     assert (row(table, "q=k"), bool(row(before, "q=k"))) == ("", True)
-    assert ("q=k nano" in page, "q=k=v nano" in page) == (False, True)
+    assert ("**q=k**<br>pico" in page, "**q=k=v**<br>pico" in page) == (False, True)
 
 
 def write_task_records(folder: Path, widths: int, lost: dict[str, float]) -> None:
@@ -110,7 +112,7 @@ def test_a_published_difference_in_points_stands_beside_the_mean_over_tasks(copi
 
 def test_a_published_value_of_a_probe_stands_beside_what_runs_recorded(copied: Path) -> None:
     build = load_build(copied)
-    for study in ("headline-pico", "coupling-nano", "headline-micro"):
+    for study in ("headline-pico", "headline-nano", "headline-micro"):
         lines = read_records(copied / study)
         for line in (line for line in lines if line["probes"]):
             seed, arm = int(line["place"].rpartition("-seed")[2]), line["place"].split("/")[1]
@@ -235,6 +237,20 @@ def test_how_much_more_compute_the_baseline_needs_is_read_off_its_own_curve(plan
     assert figure["word"] == "seen from pico on"
     write(1.0)
     assert judge(planned)["A4"][0]["word"] == "not seen up to micro"
+
+
+@pytest.mark.parametrize(
+    ("costs", "said"), [((0.06, 0.07, 0.08), "larger"), ((0.01, 0.02, 0.02), "smaller"), ((0.02, 0.03, 0.06), "")]
+)
+def test_an_effect_that_is_seen_is_compared_with_the_published_one(
+    planned: Path, costs: tuple[float, ...], said: str
+) -> None:
+    for size, cost in zip(LADDER, costs, strict=True):
+        write_loss_records(planned / f"headline-{size}", lambda run, cost=cost: 4.0 + cost * (run.arm == "k=v"))
+    figure = judge(planned)["B1"][0]
+    assert figure["word"] == "seen from pico on"  # published: +3.1 %
+    compared = f", {said} than published at every size" if said else ""
+    assert sys.modules["claims"].list_words([figure]) == [figure["word"] + compared]
 
 
 def test_a_study_takes_the_place_of_an_earlier_one_where_it_has_measured_the_same(planned: Path) -> None:

@@ -161,9 +161,7 @@ def build() -> dict[Path, str]:
     judged = judge_claims(claims, studies)
     about = {name: study.describe() for name, study in studies.items()}
     results = json.dumps({"studies": about, "claims": judged}, indent=1, ensure_ascii=False) + "\n"
-    page = fill_block(
-        PAGE.read_text(encoding="utf-8"), write_claims_table(claims, judged, studies, read_order(EVIDENCE))
-    )
+    page = fill_block(PAGE.read_text(encoding="utf-8"), write_claims_table(claims, judged, order))
     files = {RESULTS: results, PAGE: fill_numbers(page, studies)}
     for path in (README, *sorted(MECHANISMS.glob("*.md"))):
         files[path] = fill_numbers(path.read_text(encoding="utf-8"), studies)

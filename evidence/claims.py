@@ -89,11 +89,19 @@ def judge_figure(figure: Mapping[str, Any], studies: Sequence[Evidence]) -> dict
     about |= {key: figure[key] for key in ("probe", "corpus", "lr", "longer") if key in figure}
     judge = judge_speed_up if name == "speed_up" else judge_effects
     measured, so_far = judge(figure, studies)
+    for own in measured:
+        own["studies"] = [study.name for study in studies if study.size == own["size"] and has_measured(figure, study)]
     fine = list_counting(figure, studies)
     sizes = {study.size for study in fine}
     listed = [own["size"] for own in measured if own["size"] in sizes]
     word = judge(figure, fine)[1] if len(listed) >= SIZES else "open"
     return about | {"measured": measured, "word": word, "so_far": so_far, "counted": listed}
+
+
+def has_measured(figure: Mapping[str, Any], study: Evidence) -> bool:
+    if "speed_up" in figure:
+        return study.measure_compute(figure["arm"]) is not None
+    return bool(measure_figure(figure, study))
 
 
 def list_counting(figure: Mapping[str, Any], studies: Sequence[Evidence]) -> list[Evidence]:
@@ -218,12 +226,11 @@ def describe_size(size: str, effects: Sequence[MeasuredEffect], kind: FigureKind
 def write_claims_table(
     claims: Mapping[str, Any],
     judged: Sequence[Mapping[str, Any]],
-    studies: Mapping[str, Evidence],
     order: Mapping[str, PlannedStudy],
 ) -> str:
     lines = [
-        "| | claim | published | measured: change of perplexity, points of accuracy, or value | verdict | studies |",
-        "|---|---|---|---|---|---|",
+        "| | claim | published | measured: change of perplexity, points of accuracy, or value | verdict |",
+        "|---|---|---|---|---|",
     ]
     for claim, found in zip(claims["claims"], judged, strict=True):
         measured = "<br>".join(write_measured(figure) for figure in found["figures"])
@@ -233,8 +240,7 @@ def write_claims_table(
             verdict += f" ({describe_missing(claim, found['figures'], order)})"
         elif "limits" in claim:
             verdict = f"{claim['limits']}: {verdict}"
-        links = "<br>".join(f"[{name}](../evidence/{name}/README.md)" for name in claim["studies"] if name in studies)
-        lines.append(f"| {claim['id']} | {claim['claim']} | {claim['published']} | {measured} | {verdict} | {links} |")
+        lines.append(f"| {claim['id']} | {claim['claim']} | {claim['published']} | {measured} | {verdict} |")
     return "\n".join([*lines, ""])
 
 
@@ -282,13 +288,14 @@ def write_measured(figure: Mapping[str, Any]) -> str:
     sign = "" if figure["baseline"] is None or figure["kind"] == "speed_up" else "+"
     told = [f"**{name_figure(figure)}{what}{against}**"]
     for own in figure["measured"]:
+        size = ", ".join(f"[{own['size']}](../evidence/{name}/README.md)" for name in own["studies"])
         if own["diverged"]:
-            told.append(f"{own['size']}: {own['diverged']} seeds diverged")
+            told.append(f"{size}: {own['diverged']} seeds diverged")
         elif own["effect"] is not None:
             effect, *ends = (
                 None if x is None else f"{x:{sign}.{kind.digits}f}".translate(MINUS) for x in own["effect"]
             )
             interval = "" if None in ends else f" ({ends[0]} to {ends[1]})"
             few = "" if own["seeds"] == SEEDS else f", n = {own['seeds']}"
-            told.append(f"{own['size']}: {effect}{kind.unit}{interval}{few}")
+            told.append(f"{size}: {effect}{kind.unit}{interval}{few}".replace(" ", "\N{NO-BREAK SPACE}"))
     return "<br>".join(told)

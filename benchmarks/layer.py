@@ -131,7 +131,8 @@ def measure_training(
     specs: dict[str, DecoderSpec], batch: int, tokens: int, compiled: bool, rounds: int, device: str, rate: float
 ) -> dict[str, Any]:
     """Milliseconds of a training step, and on a GPU, where every arm has a process of its own, the bytes it needs on
-    top of what lies there before it. As many tokens in all for arms with rows of another length."""
+    top of what lies there before it; without rounds the kernels are printed instead. As many tokens in all for arms
+    with rows of another length."""
     shapes = {arm: int(arm.partition("@")[2] or tokens) for arm in specs}
     cases = {arm: (spec, batch * tokens // shapes[arm], shapes[arm]) for arm, spec in specs.items()}
     print(f"preparing {', '.join(specs)} …", flush=True)
@@ -139,6 +140,9 @@ def measure_training(
     if device == "cuda":
         processes = Arms({arm: (prepare_step, *case, compiled, device) for arm, case in cases.items()})
         _, peaks = processes.list_answers()
+        if not rounds:
+            processes.print_kernels()
+            return {}
         times = processes.seconds(rounds)
     else:
         times = interleaved({arm: prepare_step(*case, compiled, device) for arm, case in cases.items()}, rounds, device)
@@ -173,6 +177,7 @@ def main() -> None:
     named = f"any of: {', '.join(arms(512))}; or ARM@TOKENS, trained on rows of so many tokens and not decoded"
     parser.add_argument("--arms", nargs="*", metavar="ARM", help=named)
     parser.add_argument("--no-decoding", action="store_true", help="measure training alone")
+    parser.add_argument("--kernels", action="store_true", help="say where training steps spend their time on a GPU")
     parser.add_argument("--name", help="what the result file's name ends with")
     parser.add_argument("--commit", help="the commit measured, where git cannot be asked")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result file")
@@ -206,7 +211,12 @@ def main() -> None:
         "training_set_up": {"batch": batch, "tokens": tokens, "compiled": compiled},
         "decoding_set_up": {"batch": decode_batch, "context": context},
     }
-    result["training"] = measure_training(specs, batch, tokens, compiled, options.rounds, device, rate)
+    if options.kernels and not gpu:
+        parser.error("--kernels is about a GPU, and there is none here.")
+    rounds = 0 if options.kernels else options.rounds
+    result["training"] = measure_training(specs, batch, tokens, compiled, rounds, device, rate)
+    if options.kernels:
+        return
     if not options.no_decoding:
         decoded = {arm: spec for arm, spec in specs.items() if "@" not in arm}
         result["decoding"] = measure_decoding(decoded, decode_batch, context, options.rounds, device, bandwidth)

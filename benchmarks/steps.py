@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from measure import peak_bytes, seconds
+from measure import list_kernels, peak_bytes, seconds
 from qklab import Decoder
 from qklab.ops.loss import linear_cross_entropy
 
@@ -42,13 +42,16 @@ class Step:
 
 def serve(line: Connection, prepare: Callable[..., Step], *arguments: Any) -> None:
     """Prepare a step, tell its first loss and the bytes it needs beyond what lies on the GPU before it, then answer
-    every request with the seconds of a step."""
+    every request: with the seconds of a step, or for "kernels" with a table of them."""
     step = prepare(*arguments)
     first, peak = float(step.loss().detach()), peak_bytes(step)
     torch.cuda.empty_cache()
     line.send((first, peak))
-    while line.recv():
+    while asked := line.recv():
         step()
+        if asked == "kernels":
+            line.send(list_kernels(step, STEPS_A_TURN))
+            continue
         taken = seconds(lambda: [step() for _ in range(STEPS_A_TURN)], "cuda")
         torch.cuda.empty_cache()
         line.send(taken / STEPS_A_TURN)
@@ -85,6 +88,16 @@ class Arms:
             for name, line in self.lines.items():
                 line.send(True)
                 times[name].append(self.answer(name))
+        self.close()
+        return times
+
+    def print_kernels(self) -> None:
+        """Where a step of every arm spends its time, one after the other."""
+        for name, line in self.lines.items():
+            line.send("kernels")
+            print(f"\n{name}: {STEPS_A_TURN} steps\n{self.answer(name)}", flush=True)
+        self.close()
+
+    def close(self) -> None:
         for line in self.lines.values():
             line.send(False)
-        return times

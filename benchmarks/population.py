@@ -32,7 +32,7 @@ from qklab.data.batches import Batch
 from qklab.data.prepare import prepare_corpus
 from qklab.data.shards import Corpus
 from qklab.runs.directory import RunDirectory
-from qklab.study.compare import list_arms
+from qklab.study.arms import list_arms
 from qklab.train.launch import choose_precision, train_population
 from qklab.train.machine import Machine
 from qklab.train.population import PopulationTrainer

@@ -42,14 +42,15 @@ def convolve_heads(
     Products are taken in autocast's dtype or the weights' own, summed in float32 (float64 for float64 inputs), and
     results rounded once. The kernel keeps its inputs for the backward and nothing else.
     """
-    check_convolution(q, k, weight, bias, temperature, positions, kept, members)
+    tensors = q, k, weight, bias, temperature, positions
+    check_convolution(*tensors, kept, members)
     device = q.device.type
     cast = torch.is_autocast_enabled(device) and weight.dtype != torch.float64
     precision = torch.get_autocast_dtype(device) if cast else weight.dtype
     obstacle, objection = find_convolution_obstacle(q, precision, kept), find_convolution_objection(precision)
     if choose_impl("convolve_heads", impl, q.device, obstacle, objection) == "reference":
-        return reference.convolve_heads(q, k, weight, bias, temperature, positions, eps, kept, members)
-    return _convolve_heads(q, k, weight, bias, temperature, positions, eps, precision, members or 1)
+        return reference.convolve_heads(*tensors, eps, kept, members)
+    return _convolve_heads(*tensors, eps, precision, members or 1)
 
 
 def find_convolution_obstacle(q: Tensor, precision: torch.dtype, kept: tuple[Tensor, Tensor] | None) -> str | None:
@@ -121,21 +122,18 @@ def check_convolution(
             raise ValueError(f"kept must be of shape {[B, 2, *x.shape[2:]]}, but {list(before.shape)} came.")
 
 
-@torch.library.custom_op("qklab::convolve_heads", mutates_args=())
-def _convolve_heads(
-    q: Tensor,
-    k: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    temperature: Tensor,
-    positions: Tensor,
-    eps: float,
-    precision: torch.dtype,
-    members: int,
-) -> tuple[Tensor, Tensor]:
+# what both operators take: `triton.Convolution` says what it is
+GIVEN = (
+    "Tensor q, Tensor k, Tensor weight, Tensor bias, Tensor temperature, Tensor positions, float eps, "
+    "ScalarType precision, SymInt members"
+)
+
+
+@torch.library.custom_op("qklab::convolve_heads", mutates_args=(), schema=f"({GIVEN}) -> (Tensor, Tensor)")
+def _convolve_heads(*given: Any) -> tuple[Tensor, Tensor]:
     from qklab.ops.convolution.triton import run_convolution
 
-    return run_convolution(q, k, weight, bias, temperature, positions, eps, precision, members)
+    return run_convolution(*given)
 
 
 @_convolve_heads.register_fake
@@ -143,32 +141,20 @@ def _(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
-@torch.library.custom_op("qklab::convolve_heads_backward", mutates_args=())
-def _convolve_heads_backward(
-    dq: Tensor,
-    dk: Tensor,
-    q: Tensor,
-    k: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    temperature: Tensor,
-    positions: Tensor,
-    eps: float,
-    precision: torch.dtype,
-    members: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+BACKWARD = f"(Tensor dq, Tensor dk, {GIVEN}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+
+
+@torch.library.custom_op("qklab::convolve_heads_backward", mutates_args=(), schema=BACKWARD)
+def _convolve_heads_backward(*given: Any) -> tuple[Tensor, ...]:
     """The gradients of q, k, weight, bias and temperature, in the dtype of each."""
     from qklab.ops.convolution.triton import run_convolution_backward
 
-    given = q, k, weight, bias, temperature, positions, eps, precision, members
-    return run_convolution_backward(dq, dk, *given)
+    return run_convolution_backward(*given)
 
 
 @_convolve_heads_backward.register_fake
-def _(
-    dq: Tensor, dk: Tensor, q: Tensor, k: Tensor, weight: Tensor, bias: Tensor, temperature: Tensor, *_: Any
-) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in (q, k, weight, bias, temperature))
+def _(dq: Tensor, dk: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in given[:5])
 
 
 def keep_operands(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -230,8 +230,7 @@ def plan_sizes(request: ComparisonRequest, known: StudySpec | None = None) -> St
     rate, entries = request.tokens_per_parameter or TOKENS_PER_PARAMETER, list[dict[str, Any]]()
     for size in sorted(request.sizes, key=[*SIZES].index):
         trial = make_study(size, request, 2**20)
-        run = trial.run(trial.baseline, trial.corpora[0], trial.lrs[0], 0)
-        base = make_study(size, request, round(rate * run.model.parameters())).base
+        base = make_study(size, request, round(rate * trial.first_run.model.parameters())).base
         own = {"corpus": {"limit_bytes": base["corpus"]["limit_bytes"]}, "evaluation": base["evaluation"]}
         entries.append({"name": size, "tokens_per_parameter": rate, "extend": trial.extend} | own)
     values = make_study(entries[0]["name"], replace(request, seeds=seeds), 2**20).to_dict()

@@ -11,15 +11,7 @@ from qklab.runs.progress import format_duration
 from qklab.study.learned import describe_learning_state, describe_pace, has_barely_learned
 from qklab.study.metrics import Metric, find_metric
 from qklab.study.plan import plan_confirming_runs, plan_tuning_runs, write_number, write_rounded
-from qklab.study.records import (
-    LOST,
-    Analyses,
-    RunResult,
-    collect_values,
-    select_arm,
-    sum_up_benchmarks,
-    sum_up_ledger,
-)
+from qklab.study.records import LOST, Analyses, RunResult, collect_values, select_rate, sum_up_benchmarks, sum_up_ledger
 from qklab.study.spec import StudySpec
 from qklab.study.stats.groups import average_over_tasks
 from qklab.study.stats.paired import false_alarm_bound, find_outlier
@@ -135,8 +127,7 @@ def add_verdicts(
         found[arm] = dataclasses.replace(found[arm], sentence=sentence)
     findings.verdicts = found
     words = {arm: verdict.verdict for arm, verdict in found.items()}
-    base = select_arm(results, findings.corpus, study.baseline)
-    base = [r for r in base if r.planned.lr == findings.lrs[study.baseline]]
+    base = select_rate(results, findings.corpus, study.baseline, findings.lrs[study.baseline])
     barely = ", with models that have barely learned" * has_barely_learned(base)
     findings.headline = write_headline(words, study.baseline, findings.corpus + barely)
     findings.notes += describe_learning_state(base, study.baseline)

@@ -10,7 +10,7 @@ from qklab.data.prepare import prepare_corpus
 from qklab.data.spec import DataSpec
 from qklab.runs.directory import RunDirectory, RunError
 from qklab.runs.progress import Display
-from qklab.study.records import STUDY, StudyRecord, find_difference, read_study_record
+from qklab.study.records import StudyRecord, find_difference, holds_study, read_study_record
 from qklab.study.remote import RemoteStudy
 from qklab.study.spec import StudyError, StudySpec, canonicalise
 
@@ -36,9 +36,8 @@ class StudyFolder:
             if self.remote is not None:
                 self.remote.fetch_study()
                 self.remote.fetch_records()
-            has_record = (self.path / STUDY).exists()
             if self.holds_runs() or any((self.path / name).exists() for name in ("run.json", "metrics.jsonl")):
-                if not has_record:
+                if not holds_study(self.path):
                     raise StudyError(f"{self.path} holds runs but no study.json; choose another folder with --out.")
                 self.refuse_other(read_study_record(self.path).spec)
             try:

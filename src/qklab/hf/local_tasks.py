@@ -5,15 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qklab.data.questions import (
-    TASKS,
-    Line,
-    LocalTask,
-    describe_file,
-    find_question_files,
-    make_question,
-    read_lines,
-)
+from qklab.data.questions import TASKS, Line, LocalTask, describe_file, find_question_files, make_question, read_lines
 
 PREFIX = "local-"  # tells them from the harness's own
 HIGHER_IS_BETTER = {"acc": True, "acc_norm": True, "perplexity": False}

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from qklab.data.tokenizer import END_OF_TEXT, Tokenizer, build_bpe, byte_of_character
 from qklab.hf.config import QKLabConfig
-from qklab.hf.model import QKLabForCausalLM, QKLabForMaskedLM
+from qklab.hf.heads import QKLabForCausalLM, QKLabForMaskedLM
 from qklab.model.decoder import Decoder
 from qklab.runs.directory import RunDirectory, RunError
 from qklab.runs.files import describe_os_error, rename_folder, write_text

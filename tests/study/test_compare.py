@@ -228,9 +228,10 @@ def test_what_is_compared_stays(tmp_path: Path) -> None:
 
 
 def test_continuing_asks_once_and_after_what_is_planned(tmp_path: Path) -> None:
-    study = compare.make_study("pico", ComparisonRequest(arms=("k=v",), seeds=3), 512).replace(extend=0, tuning_seeds=1)
-    for run in plan_tuning_runs(study):  # six runs of a second each, of ten
-        fabricate(study, tmp_path, run)
+    study = compare.make_study("pico", ComparisonRequest(arms=("k=v",), seeds=3), 512).replace(extend=0)
+    for run in plan_tuning_runs(study):  # twelve runs of a second each, of eighteen
+        if run.seed < 2:
+            fabricate(study, tmp_path, run)
     record = StudyRecord(study, [], {"minutes": 1.0, "seeds": 3})
 
     def extend(record: StudyRecord, **asked: Any) -> StudyRecord:
@@ -238,14 +239,16 @@ def test_continuing_asks_once_and_after_what_is_planned(tmp_path: Path) -> None:
 
     assert extend(record, seeds=7).spec.seeds == extend(extend(record, seeds=7), seeds=7).spec.seeds == 7
     assert extend(record).spec.seeds == 3  # what is planned comes first
-    more = extend(record, minutes=0.1)  # twelve runs' time: the four that are planned, and two seeds of four
-    assert (more.spec.seeds, more.asked["continued"]) == (3 + 4, 0.1)
+    more = extend(record, minutes=0.2)  # 24 runs' time: the six that are planned, two seeds of six, and one of two
+    assert (more.spec.seeds, more.spec.tuning_seeds, more.asked["continued"]) == (6, 5, 0.2)
     for arm in study.arms:
-        fabricate(study, tmp_path, PlannedRun("stdlib", arm, study.lrs[0], 1))
-    assert extend(more, minutes=0.1).spec.seeds == 7  # interrupted and asked again, though there is more time now
-    Analyses().add(7, 2, "").write(tmp_path)
-    assert extend(more, minutes=0.1).spec.seeds == 7 + 6
-    assert extend(more, minutes=1e-6).spec.seeds == 8  # at least one
+        fabricate(study, tmp_path, PlannedRun("stdlib", arm, study.lrs[0], 2))
+    assert extend(more, minutes=0.2).spec.seeds == 6  # interrupted and asked again, though there is more time now
+    Analyses().add(6, 2, "").write(tmp_path)
+    assert extend(more, minutes=0.2).spec.seeds == 7  # 38 runs of 14 + 24; two more would be 40
+    least = extend(more, minutes=1e-6).spec  # at least one, and three quarters tune
+    assert (least.seeds, least.tuning_seeds) == (7, 6)
+    assert extend(more, seeds=20).spec.tuning_seeds == 15
     with pytest.raises(StudyError, match="no finished run to reckon with"):
         extend_comparison(record, tmp_path / "empty", ComparisonRequest(minutes=1.0), TWO)
 
@@ -346,11 +349,11 @@ def test_compare_answers_is_continued_and_reports(
     for _ in range(2):  # a target: the second time there is nothing left to do
         code, out, err = called(capsys, "compare", "--out", str(folder), "--continue", "--seeds", "3")
         assert code == 0, err
-        assert len(list(folder.glob("runs/*/*/*/summary.json"))) == 14
+        assert len(list(folder.glob("runs/*/*/*/summary.json"))) == 18  # of three seeds all tune
     assert json.loads((folder / "analyses.json").read_text())["command"].endswith("--continue --seeds {total}")
     assert [each["seeds"] for each in json.loads((folder / "analyses.json").read_text())["taken"]] == [2, 3]
     code, out, err = called(capsys, "compare", "--out", str(folder), "--continue", "--minutes", "0.0001")
-    assert (code, len(list(folder.glob("runs/*/*/*/summary.json")))) == (0, 16)
+    assert (code, len(list(folder.glob("runs/*/*/*/summary.json")))) == (0, 24)
     assert "judged 3 times" in out
     code, _, err = called(capsys, "compare", "--out", str(folder), "--continue", "--seeds", "2")
     assert (code, "have begun for 4 seeds" in err) == (2, True)

@@ -205,6 +205,14 @@ def choose_tuning_seeds(seeds: int) -> int:
     return max(min(seeds, 5), math.ceil(3 * seeds / 4))
 
 
+def add_seeds(spec: StudySpec, seeds: int) -> StudySpec:
+    """The study with so many seeds; those that are added tune too, as far as a new comparison's would, since a rate
+    that few chose for many makes false alarms."""
+    if seeds <= spec.seeds:
+        return spec.replace(seeds=seeds)
+    return spec.replace(seeds=seeds, tuning_seeds=max(spec.tuning_seeds, choose_tuning_seeds(seeds)))
+
+
 def adapt_to_tasks(base: Mapping[str, Any], tasks: Sequence[str]) -> dict[str, Any]:
     """Settings for text as they are for tasks, which have a length and symbols of their own; models see both ways where
     one of the tasks asks for what comes later."""
@@ -226,7 +234,7 @@ def plan_sizes(request: ComparisonRequest, known: StudySpec | None = None) -> St
     seeds = request.seeds if request.seeds is not None or known is None else known.seeds
     if request.sizes is None:
         assert known is not None
-        return known.replace(seeds=seeds)
+        return add_seeds(known, seeds)
     rate, entries = request.tokens_per_parameter or TOKENS_PER_PARAMETER, list[dict[str, Any]]()
     for size in sorted(request.sizes, key=[*SIZES].index):
         trial = make_study(size, request, 2**20)

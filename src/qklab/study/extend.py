@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qklab.study.arms import select_arms
+from qklab.study.compare import add_seeds
 from qklab.study.executors import WorkerSlots
 from qklab.study.plan import count_runs
 from qklab.study.records import StudyRecord, read_analyses, read_results
@@ -37,7 +38,7 @@ def extend_comparison(record: StudyRecord, folder: Path, request: ComparisonRequ
     spec = record.spec
     refuse_other_comparison(spec, folder, request)
     if request.seeds is not None:
-        return StudyRecord(spec.replace(seeds=request.seeds), record.data, record.asked)
+        return StudyRecord(add_seeds(spec, request.seeds), record.data, record.asked)
     minutes = request.minutes or MINUTES
     done = spec.seeds in read_analyses(folder).seeds
     if not done and (request.minutes is None or record.asked.get("continued") == minutes):
@@ -49,11 +50,11 @@ def extend_comparison(record: StudyRecord, folder: Path, request: ComparisonRequ
             f"{folder} has no finished run to reckon with; say how many seeds in all with --continue --seeds, or leave "
             "--continue out to go on as planned."
         )
-    each = sum(taken) / len(taken) / slots.count
-    left = 0 if done else count_runs(spec, find_grids(spec, ended)) - len(ended)
-    more = int((60 * minutes / each - left) / len(spec.arms) / len(spec.corpora))
-    spec = spec.replace(seeds=spec.seeds + max(int(done), more))
-    return StudyRecord(spec, record.data, record.asked | {"continued": minutes})
+    affordable = len(ended) + 60 * minutes / (sum(taken) / len(taken) / slots.count)
+    grids, seeds = find_grids(spec, ended), spec.seeds + int(done)
+    while count_runs(add_seeds(spec, seeds + 1), grids) <= affordable:
+        seeds += 1
+    return StudyRecord(add_seeds(spec, seeds), record.data, record.asked | {"continued": minutes})
 
 
 def refuse_other_comparison(study: StudySpec, folder: Path, request: ComparisonRequest) -> None:

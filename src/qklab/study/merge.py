@@ -16,14 +16,14 @@ from qklab.study.records import (
     Analyses,
     StudyRecord,
     explain_file_errors,
-    find_difference,
     find_newest_checkpoint,
+    find_other_plan,
     holds_study,
     read_analyses,
     read_results,
     read_study_record,
 )
-from qklab.study.spec import StudyError, canonicalise
+from qklab.study.spec import StudyError
 from qklab.study.tuning import find_grids
 
 RUNS = "runs/*/*/*/run.json"
@@ -95,9 +95,9 @@ class Merge:
 
 
 def refuse_other_plans(slices: Sequence[Path], records: Sequence[StudyRecord]) -> None:
-    first = canonicalise(records[0].spec.fixed_settings())
+    first = records[0].spec
     for folder, record in zip(slices[1:], records[1:], strict=True):
-        found = find_difference(first, canonicalise(record.spec.fixed_settings()))
+        found = find_other_plan(*sorted((first, record.spec), key=lambda spec: spec.seeds))
         if found is not None:
             raise StudyError(
                 f"{slices[0]} holds a study {found} in {folder}: another plan, whose runs do not compare; merge slices "

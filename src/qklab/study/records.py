@@ -24,7 +24,7 @@ from qklab.runs.files import describe_file_failure, write_json
 from qklab.schema import format_value
 from qklab.study.metrics import Metric, find_metric
 from qklab.study.plan import PlannedRun
-from qklab.study.spec import StudyError, StudySpec
+from qklab.study.spec import StudyError, StudySpec, canonicalise
 
 FORMAT = 2
 STUDY, ANALYSES = "study.json", "analyses.json"
@@ -217,6 +217,13 @@ def find_difference(before: Any, now: Any, name: str = "") -> str | None:
         if (found := find_difference(before[key], now[key], path)) is not None:
             return found
     return None
+
+
+def find_other_plan(before: StudySpec, now: StudySpec) -> str | None:
+    """What two specs of a study may not differ in; where seeds are added, more of them may tune."""
+    if now.seeds > before.seeds and now.tuning_seeds > before.tuning_seeds:
+        before = before.replace(seeds=now.seeds, tuning_seeds=now.tuning_seeds)
+    return find_difference(canonicalise(before.fixed_settings()), canonicalise(now.fixed_settings()))
 
 
 @contextmanager

@@ -234,7 +234,7 @@ def plan_sizes(request: ComparisonRequest, known: StudySpec | None = None) -> St
     seeds = request.seeds if request.seeds is not None or known is None else known.seeds
     if request.sizes is None:
         assert known is not None
-        return add_seeds(known, seeds)
+        return known if request.seeds is None else add_seeds(known, request.seeds)
     rate, entries = request.tokens_per_parameter or TOKENS_PER_PARAMETER, list[dict[str, Any]]()
     for size in sorted(request.sizes, key=[*SIZES].index):
         trial = make_study(size, request, 2**20)

@@ -220,8 +220,8 @@ def find_difference(before: Any, now: Any, name: str = "") -> str | None:
 
 
 def find_other_plan(before: StudySpec, now: StudySpec) -> str | None:
-    """What two specs of a study may not differ in; where seeds are added, more of them may tune."""
-    if now.seeds > before.seeds and now.tuning_seeds > before.tuning_seeds:
+    """What two specs of a study may not differ in; where there are more seeds in one, more of them may tune."""
+    if (now.seeds - before.seeds) * (now.tuning_seeds - before.tuning_seeds) > 0:
         before = before.replace(seeds=now.seeds, tuning_seeds=now.tuning_seeds)
     return find_difference(canonicalise(before.fixed_settings()), canonicalise(now.fixed_settings()))
 

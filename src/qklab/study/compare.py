@@ -208,6 +208,8 @@ def choose_tuning_seeds(seeds: int) -> int:
 def add_seeds(spec: StudySpec, seeds: int) -> StudySpec:
     """The study with so many seeds; those that are added tune too, as far as a new comparison's would, since a rate
     that few chose for many makes false alarms."""
+    if seeds == spec.seeds:
+        return spec
     within = max if seeds > spec.seeds else min
     return spec.replace(seeds=seeds, tuning_seeds=within(spec.tuning_seeds, choose_tuning_seeds(seeds)))
 

@@ -5,8 +5,8 @@ A figure in claims.toml has one of
   points    percentage points of accuracy, on the mean over a study's tasks; one within the study's margin is a claim
             that there is no difference
   sign      -1 where the arm is said to be better (a lower loss), without a figure
-  speed_up  how many times the arm's FLOPs the baseline is said to need to do as well, from the baseline's own curve of
-            bits per byte against FLOPs (`estimate_speed_ups`)
+  speed_up  how many times the arm's tokens the baseline is said to need to do as well, from the baseline's own curve of
+            bits per byte against compute (`estimate_speed_ups`), what the arm's tokens cost more left aside
   value     of a `probe` (docs/probes.md) at the end of training, in `layer` or on average over layers: of the arm, or
             its difference from `baseline` where one is named
 and may be about one `corpus` only; about one learning rate `lr` of both arms instead of each one's best, where a
@@ -152,9 +152,11 @@ def measure_change(figure: Mapping[str, Any], studies: Sequence[Evidence]) -> li
 
 
 def judge_speed_up(figure: Mapping[str, Any], studies: Sequence[Evidence]) -> tuple[list[dict[str, Any]], str]:
-    """How many times the arm's FLOPs the baseline needs at every size, and the word: as for an effect, where 1 is none
+    """How many times the arm's tokens the baseline needs at every size, and the word: as for an effect, where 1 is none
     and what lies within SPEED_MARGIN of it is none either."""
-    own = sorted(filter(None, (study.measure_compute(figure["arm"]) for study in studies)), key=find_flops)
+    found = filter(None, (study.measure_compute(figure["arm"]) for study in studies))
+    alike = [replace(size, arm_flops=size.arm_flops and size.baseline_flops) for size in found]
+    own = sorted(alike, key=find_flops)
     try:
         found = estimate_speed_ups(own)
     except ValueError:  # too few sizes, or a loss that does not fall with compute
@@ -259,22 +261,11 @@ def describe_missing(
 
 
 def list_words(figures: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The word that all figures share, or each one's own, and how what is seen compares with what was published."""
-    words = [figure["word"] + compare_with_published(figure) for figure in figures] or ["open"]
-    if len({*words}) == 1:
-        return words[:1]
-    return [f"{name_figure(figure)}: {word}" for figure, word in zip(figures, words, strict=True)]
-
-
-def compare_with_published(figure: Mapping[str, Any]) -> str:
-    """Of an effect that is seen: whether it is smaller or larger than published at every size that counts."""
-    if figure["kind"] == "sign" or not figure["word"].startswith(("seen", "reproduced")):
-        return ""
-    counted = [own["effect"] for own in figure["measured"] if own["size"] in figure["counted"]]
-    ends = [sorted(math.copysign(1.0, figure["published"]) * end for end in effect[1:]) for effect in counted]
-    if all(high < abs(figure["published"]) for _, high in ends):
-        return ", smaller than published at every size"
-    return ", larger than published at every size" if all(low > abs(figure["published"]) for low, _ in ends) else ""
+    """The word that all figures share, or each one's own."""
+    words = {figure["word"] for figure in figures} or {"open"}
+    if len(words) == 1:
+        return [*words]
+    return [f"{name_figure(figure)}: {figure['word']}" for figure in figures]
 
 
 def name_figure(figure: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from qklab.study.plan import count_runs, write_rounded
 from qklab.study.request import ComparisonRequest
 from qklab.study.sizes import SIZES, TOKENS_PER_PARAMETER, count_runs_together, measure_arm_speed, share_gpus
 from qklab.study.spec import DEFAULT_LR, StudyError, StudySpec
+from qklab.study.tuning import add_seeds, choose_tuning_seeds
 from qklab.train.spec import FINAL_SHARE, RunSpec
 
 SPLITS = {"valid": 0.02, "test": 0.03}
@@ -197,21 +198,6 @@ def make_study(size: str, request: ComparisonRequest, tokens: int) -> StudySpec:
             "base": base,
         }
     )
-
-
-def choose_tuning_seeds(seeds: int) -> int:
-    """How many seeds try every learning rate: where few choose for many, a wrong choice that all share makes false
-    alarms, and where three quarters do no more than where all do."""
-    return max(min(seeds, 5), math.ceil(3 * seeds / 4))
-
-
-def add_seeds(spec: StudySpec, seeds: int) -> StudySpec:
-    """The study with so many seeds; those that are added tune too, as far as a new comparison's would, since a rate
-    that few chose for many makes false alarms."""
-    if seeds == spec.seeds:
-        return spec
-    within = max if seeds > spec.seeds else min
-    return spec.replace(seeds=seeds, tuning_seeds=within(spec.tuning_seeds, choose_tuning_seeds(seeds)))
 
 
 def adapt_to_tasks(base: Mapping[str, Any], tasks: Sequence[str]) -> dict[str, Any]:

@@ -4,14 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qklab.study.arms import select_arms
-from qklab.study.compare import add_seeds
 from qklab.study.executors import WorkerSlots
 from qklab.study.plan import count_runs
 from qklab.study.records import StudyRecord, read_analyses, read_results
 from qklab.study.request import ComparisonRequest
 from qklab.study.sizes import find_size
 from qklab.study.spec import StudyError, StudySpec
-from qklab.study.tuning import find_grids
+from qklab.study.tuning import add_seeds, find_grids
 
 MINUTES = 5.0  # that --continue adds
 

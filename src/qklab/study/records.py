@@ -260,6 +260,11 @@ class Analyses:
     def seeds(self) -> list[int]:
         return [analysis.seeds for analysis in self.taken]
 
+    @property
+    def continues(self) -> bool:
+        """Whether the command adds seeds that tune, as `compare --continue` does."""
+        return " --continue " in self.command
+
     def add(self, seeds: int, at_once: int, command: str, run_seconds: float | None = None) -> "Analyses":
         """With one at so many seeds; judging the same seeds again is no new analysis."""
         now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")

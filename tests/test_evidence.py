@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 import shutil
 import sys
 import tomllib
@@ -22,6 +23,9 @@ from qklab.study.spec import read_study
 def test_every_table_is_what_the_records_say() -> None:
     for path, text in load_build(ROOT / "evidence").build().items():
         assert path.read_text(encoding="utf-8") == text, f"{path.relative_to(ROOT)} is stale; run make evidence"
+        # a comment that begins a line of Markdown ends the paragraph before it
+        broken = re.findall(r"^ *<!-- (?!table|costs)[a-z0-9]+: .*", text, re.MULTILINE)
+        assert not broken, f"{path.relative_to(ROOT)}: let this line begin with a word"
 
 
 def test_claims_are_all_there_and_none_is_decided_by_fewer_sizes_than_the_protocol_asks_for() -> None:

@@ -95,6 +95,7 @@ def restore(folder: Path, study: Path, file: Path) -> None:
             run.mkdir(parents=True, exist_ok=True)
             (run / "run.json").write_text(json.dumps(record["run"]))
             (run / "summary.json").write_text(json.dumps(record["summary"]))
+    study.mkdir(parents=True, exist_ok=True)  # where no arm that is kept is of this plan
     StudyRecord(plan, data).write(study)  # as its file is now: a grid may have been extended since
     print(f"{len(records)} runs are in {study}")
 

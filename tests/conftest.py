@@ -1,3 +1,5 @@
+import atexit
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays to the end: no collection of garbage, of which Trainer asks for one a training,
+    has to look at it."""
+    gc.freeze()
+    atexit.register(gc.unfreeze)
 
 
 @pytest.fixture

@@ -86,7 +86,7 @@ def test_a_coupling_starts_as_nothing(family: str) -> None:
     assert list(model.state_dict()) == names
 
 
-@family
+@layout
 def test_cached_is_full_and_what_is_refused_is_in_the_table(family: str) -> None:
     found, model = {}, tiny(family)
     owned = count_cached(model)
@@ -123,7 +123,7 @@ def train_a_step(model: Any, folder: Path) -> None:
     trainer.save_model()
 
 
-@family
+@layout
 def test_trained_and_saved_is_loaded_and_takes_an_adapter(family: str, tmp_path: Path) -> None:
     """A step of Trainer, whole models by every door, and PEFT's adapters on what was loaded, with its coupling."""
     model = tiny(family)

@@ -9,6 +9,7 @@ import torch
 
 # also for the processes that tests start: threads of many tiny programs on few cores mostly wait for each other
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # asleep, where there are several after all
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -52,7 +52,8 @@ def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     quick = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 10}
-    node = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False, "_system_config": quick}
+    node = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "_system_config": quick}
+    node |= {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}  # processes that nobody asks
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_worker_niceness", "0")  # runs would wait for every other test on this machine
@@ -88,7 +89,7 @@ def test_a_study_survives_whatever_happens_to_its_cluster(
     corpus: str, cluster: Any, driver: Callable[..., Any], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     folder = tmp_path / "study"
-    node = cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20)
+    node = cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20, include_log_monitor=False)
     process = driver(carry_out_on_cluster, small_spec(corpus), folder, cluster.address)
     run, pid = until(lambda: caught(folder), "run under way")
     worker = worker_of(pid)

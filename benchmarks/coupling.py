@@ -12,18 +12,16 @@ fused model's first loss is not the reference's, nothing is measured and the com
 
 import argparse
 import itertools
-import multiprocessing
 import os
 import statistics
 import sys
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from measure import RESULTS, copy_rate, gpu_seconds, keep, median_and_spread, peak_bytes, provenance, seconds
+from measure import RESULTS, copy_rate, gpu_seconds, keep, median_and_spread, provenance
 from qklab import CouplingSpec, Decoder, recipe, register
 from qklab.attention.couple import Coupling
 from qklab.attention.look_back import LookbackCoupling
@@ -31,8 +29,8 @@ from qklab.attention.past import Past
 from qklab.attention.spec import AttentionSpec
 from qklab.model.decoder import Recompute
 from qklab.ops.dispatch import Impl
-from qklab.ops.loss import linear_cross_entropy
 from qklab.ops.rope import Angles, rope_angles
+from steps import STEPS_A_TURN, Arms, Step
 
 COUPLED: dict[str, dict[str, Any]] = {
     "euler×1": {"kind": "euler"},
@@ -143,35 +141,6 @@ def measure_op(options: argparse.Namespace) -> None:
     keep(f"coupling-op-{options.name or 'cuda'}", result, options.out)
 
 
-class Step:
-    """One training step: forward under bf16 autocast, vocabulary loss, backward, clipping, fused AdamW."""
-
-    def __init__(self, model: Decoder, ids: Tensor):
-        self.model, self.ids = model, ids
-        self.optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        self.loss = torch.compile(self.eager, dynamic=False)
-
-    def eager(self) -> Tensor:
-        with torch.autocast("cuda", BF16):
-            features = self.model.features(self.ids[:, :-1])
-            return linear_cross_entropy(features, self.model.head.weight, self.ids[:, 1:])[0]
-
-    def __call__(self) -> Tensor:
-        loss = self.loss()
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimiser.step()
-        self.optimiser.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    def peak(self) -> int:
-        """Bytes a step needs beyond what lies on the GPU before it."""
-        return peak_bytes(self)
-
-
-STEPS_A_TURN = 5
-
-
 def prepare_step(
     model_name: str,
     batch: int,
@@ -189,47 +158,6 @@ def prepare_step(
     model.recompute(recompute)
     torch.manual_seed(0)
     return Step(model, torch.randint(model.spec.vocab, (batch, 1025), device="cuda"))
-
-
-def serve(line: Connection, *arm: Any) -> None:
-    """Prepare an arm, tell its first loss and peak, then answer every request with the seconds of a step."""
-    step = prepare_step(*arm)
-    first, peak = float(step.loss().detach()), step.peak()
-    torch.cuda.empty_cache()
-    line.send((first, peak))
-    while line.recv():
-        step()
-        taken = seconds(lambda: [step() for _ in range(STEPS_A_TURN)], "cuda")
-        line.send(taken / STEPS_A_TURN)
-
-
-class Arms:
-    """Every arm in a process of its own, so that none finds another's memory or compiled code in its way."""
-
-    def __init__(self, arms: dict[str, tuple[Any, ...]]):
-        context = multiprocessing.get_context("spawn")
-        self.lines: dict[str, Connection] = {}
-        for name, arm in arms.items():
-            self.lines[name], theirs = context.Pipe()
-            context.Process(target=serve, args=(theirs, *arm), daemon=True).start()
-            theirs.close()
-
-    def answer(self, name: str) -> Any:
-        try:
-            return self.lines[name].recv()
-        except EOFError:
-            sys.exit(f"{name}: its process ended; what it said is above, and nothing was measured.")
-
-    def seconds(self, rounds: int) -> dict[str, list[float]]:
-        """Of a step of every arm in every round, the arms taking turns."""
-        times: dict[str, list[float]] = {name: [] for name in self.lines}
-        for _ in range(rounds):
-            for name, line in self.lines.items():
-                line.send(True)
-                times[name].append(self.answer(name))
-        for line in self.lines.values():
-            line.send(False)
-        return times
 
 
 def measure_step(options: argparse.Namespace) -> None:
@@ -252,11 +180,8 @@ def measure_step(options: argparse.Namespace) -> None:
             if options.recompute:
                 arms[f"{name}, fused, recomputed"] = choices, "triton", "coupling"
     print(f"preparing {', '.join(arms)} …", flush=True)
-    processes = Arms({name: (options.model, options.batch, shape, *arm) for name, arm in arms.items()})
-    first: dict[str, float] = {}
-    peaks: dict[str, int] = {}
-    for name in arms:
-        first[name], peaks[name] = processes.answer(name)
+    processes = Arms({name: (prepare_step, options.model, options.batch, shape, *arm) for name, arm in arms.items()})
+    first, peaks = processes.list_answers()
     for name, value in first.items():
         arm = name.split(", ")[0]
         twin = first.get(f"{arm}, reference", first.get(f"{arm}, fused", first["standard"]))

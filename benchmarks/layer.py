@@ -2,6 +2,7 @@
 
     python benchmarks/layer.py                 # nano on the CPU, 51m on a GPU
     python benchmarks/layer.py --rounds 30 --model 124m
+    python benchmarks/layer.py --arms cca sinks "window 512@8192" --no-decoding    # training, one on longer rows
 
 Correctness comes first: an arm whose cached decoding strays from its full forward, or whose compiled loss strays from
 the eager one, is not measured and the command fails. Times are medians over interleaved rounds. The floors are the
@@ -12,20 +13,24 @@ bytes (decoding: weights and cache read once) over its own copy rate.
 import argparse
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
-from measure import RESULTS, copy_rate, interleaved, keep, matrix_rate, median_and_spread, peak_bytes, provenance
+from measure import RESULTS, copy_rate, interleaved, keep, matrix_rate, median_and_spread, provenance
 from qklab import CouplingSpec, Decoder, DecoderSpec, LatentSpec, recipe
 from qklab.model import RECIPES
+from steps import Arms, Step
+
+PLAIN, AGAIN = "(Q,K,V)", "(Q,K,V) again"
 
 
 def arms(width: int) -> dict[str, dict[str, Any]]:
     """The attention choices that are measured."""
     return {
-        "(Q,K,V)": {},
-        "(Q,K,V) again": {},  # the same model twice: a ratio closer to 1 than this pair's is noise
+        PLAIN: {},
+        AGAIN: {},  # the same model twice: a ratio closer to 1 than this pair's is noise
         "(Q,K,V) gqa": {"kv_heads": 2},
         "(Q,K=V)": {"share": "k=v"},
         "(Q,K=V) on-read": {"share": "k=v", "kv_rotation": "on-read"},
@@ -68,29 +73,16 @@ def check(model: Decoder, device: str) -> None:
         )
 
 
-class Training:
-    """One forward and backward of the language-model loss in bf16 on the GPU, in float32 on the CPU."""
-
-    def __init__(self, model: Decoder, batch: int, tokens: int, compiled: bool, device: str):
-        self.model, self.device = model, device
-        self.ids = torch.randint(model.spec.vocab, (batch, tokens + 1), device=device)
-        self.loss = torch.compile(self.eager_loss) if compiled else self.eager_loss
-
-    def eager_loss(self) -> torch.Tensor:
-        with torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.device == "cuda"):
-            logits = self.model(self.ids[:, :-1])
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), self.ids[:, 1:].flatten())
-
-    def __call__(self) -> None:
-        self.loss().backward()
-        self.model.zero_grad(set_to_none=True)
-
-    def check(self) -> None:
-        eager, compiled = (float(loss().detach()) for loss in (self.eager_loss, self.loss))
-        if not abs(eager - compiled) < 2e-3 * eager:
-            sys.exit(
-                f"{self.model.spec.name}: compiled loss {compiled} is not the eager {eager}; nothing was measured."
-            )
+def prepare_step(spec: DecoderSpec, batch: int, tokens: int, compiled: bool, device: str) -> Step:
+    """A training step, once its model's cache and its compiled loss are right."""
+    model = Decoder(spec, seed=0).to(device)
+    check(model, device)
+    torch.manual_seed(0)
+    step = Step(model, torch.randint(spec.vocab, (batch, tokens + 1), device=device), compiled)
+    eager, loss = (float(run().detach()) for run in (step.eager, step.loss))
+    if not abs(eager - loss) < 2e-3 * eager:
+        sys.exit(f"{spec.name}: compiled loss {loss} is not the eager {eager}; nothing was measured.")
+    return step
 
 
 class Decoding:
@@ -122,37 +114,42 @@ class Decoding:
 
 
 def table(title: str, times: dict[str, list[float]], floors: dict[str, float], extra: dict[str, str]) -> dict[str, Any]:
-    """Print and return: milliseconds, spread, ratio to (Q,K,V), distance to the floor."""
-    standard, _ = median_and_spread(times["(Q,K,V)"])
-    print(f"\n{title}\n  {'arm':<18} {'ms':>9} {'±':>5} {'ratio':>6} {'× floor':>8}")
+    """Print and return: milliseconds, spread, ratio to (Q,K,V) on as many tokens, distance to the floor."""
+    print(f"\n{title}\n  {'arm':<22} {'ms':>9} {'±':>5} {'ratio':>6} {'× floor':>8}")
     rows = {}
     for name, values in times.items():
+        _, mark, tokens = name.partition("@")
+        standard = median([value for arm in (PLAIN, AGAIN) for value in times.get(f"{arm}{mark}{tokens}", [])])
         middle, spread = median_and_spread(values)
         rows[name] = {"ms": 1e3 * middle, "spread": spread, "ratio": middle / standard, "floor_ms": 1e3 * floors[name]}
         timing = f"{1e3 * middle:>9.2f} {100 * spread:>4.1f}% {middle / standard:>6.3f} {middle / floors[name]:>8.2f}"
-        print(f"  {name:<18} {timing} ", extra.get(name, ""))
+        print(f"  {name:<22} {timing} ", extra.get(name, ""))
     return rows
 
 
 def measure_training(
     specs: dict[str, DecoderSpec], batch: int, tokens: int, compiled: bool, rounds: int, device: str, rate: float
 ) -> dict[str, Any]:
-    """Milliseconds per forward and backward, and on a GPU the bytes it needs on top of the weights."""
-    steps: dict[str, Training] = {}
+    """Milliseconds of a training step, and on a GPU, where every arm has a process of its own, the bytes it needs on
+    top of what lies there before it; without rounds the kernels are printed instead. As many tokens in all for arms
+    with rows of another length."""
+    shapes = {arm: int(arm.partition("@")[2] or tokens) for arm in specs}
+    cases = {arm: (spec, batch * tokens // shapes[arm], shapes[arm]) for arm, spec in specs.items()}
+    print(f"preparing {', '.join(specs)} …", flush=True)
     peaks: dict[str, int] = {}
-    for arm, spec in specs.items():
-        print(f"preparing {arm} …", flush=True)
-        model = Decoder(spec, seed=0).to(device)
-        check(model, device)
-        steps[arm] = Training(model, batch, tokens, compiled, device)
-        steps[arm].check()
-        steps[arm]()
-        if device == "cuda":
-            peaks[arm] = peak_bytes(steps[arm])
-    floors = {arm: 3 * batch * tokens * spec.flops_per_token(tokens) / rate for arm, spec in specs.items()}
+    if device == "cuda":
+        processes = Arms({arm: (prepare_step, *case, compiled, device) for arm, case in cases.items()})
+        _, peaks = processes.list_answers()
+        if not rounds:
+            processes.print_kernels()
+            return {}
+        times = processes.seconds(rounds)
+    else:
+        times = interleaved({arm: prepare_step(*case, compiled, device) for arm, case in cases.items()}, rounds, device)
+    floors = {arm: 3 * batch * tokens * spec.flops_per_token(shapes[arm]) / rate for arm, spec in specs.items()}
     notes = {arm: f"{peak / 2**30:5.1f} GiB" for arm, peak in peaks.items()}
     title = f"training step, {batch} × {tokens} tokens, {'compiled' if compiled else 'eager'}"
-    return {"times": table(title, interleaved(steps, rounds, device), floors, notes), "activation_bytes": peaks}
+    return {"times": table(title, times, floors, notes), "peak_bytes": peaks}
 
 
 def measure_decoding(
@@ -177,7 +174,11 @@ def main() -> None:
     parser.add_argument("--decode-batch", type=int, help="rows decoded together; 4 on the CPU, 32 on a GPU")
     parser.add_argument("--decode-context", type=int, help="tokens already cached; 1024 on the CPU, 8192 on a GPU")
     parser.add_argument("--no-compile", action="store_true", help="train in eager mode, as on the CPU")
-    parser.add_argument("--arms", nargs="*", metavar="ARM", help=f"any of: {', '.join(arms(512))}")
+    named = f"any of: {', '.join(arms(512))}; or ARM@TOKENS, trained on rows of so many tokens and not decoded"
+    parser.add_argument("--arms", nargs="*", metavar="ARM", help=named)
+    parser.add_argument("--no-decoding", action="store_true", help="measure training alone")
+    parser.add_argument("--kernels", action="store_true", help="say where training steps spend their time on a GPU")
+    parser.add_argument("--name", help="what the result file's name ends with")
     parser.add_argument("--commit", help="the commit measured, where git cannot be asked")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result file")
     options = parser.parse_args()
@@ -185,9 +186,14 @@ def main() -> None:
     name = options.model or ("51m" if gpu else "nano")
     known = arms(recipe(name).width)
     wanted = options.arms or list(known)
-    if unknown := [arm for arm in wanted if arm not in known]:
+    if unknown := [arm for arm in wanted if arm.partition("@")[0] not in known]:
         parser.error(f"there is no arm {unknown[0]!r}; the arms are {', '.join(known)}")
-    specs = {arm: recipe(name, **choices) for arm, choices in known.items() if arm in wanted or arm == "(Q,K,V)"}
+    specs: dict[str, DecoderSpec] = {}
+    for mark in dict.fromkeys(arm.removeprefix(arm.partition("@")[0]) for arm in [PLAIN, *wanted]):
+        for arm, choices in known.items():
+            if arm in (PLAIN, AGAIN) or f"{arm}{mark}" in wanted:
+                context = {"context": int(mark[1:])} if mark else {}
+                specs[f"{arm}{mark}"] = recipe(name, **choices, **context)
     batch, tokens = options.batch or (64 if gpu else 4), options.tokens or (1024 if gpu else 256)
     decode_batch = options.decode_batch or (32 if gpu else 4)
     context = options.decode_context or (8192 if gpu else 1024)
@@ -205,9 +211,16 @@ def main() -> None:
         "training_set_up": {"batch": batch, "tokens": tokens, "compiled": compiled},
         "decoding_set_up": {"batch": decode_batch, "context": context},
     }
-    result["training"] = measure_training(specs, batch, tokens, compiled, options.rounds, device, rate)
-    result["decoding"] = measure_decoding(specs, decode_batch, context, options.rounds, device, bandwidth)
-    keep(f"layer-{name}-{device}", result, options.out)
+    if options.kernels and not gpu:
+        parser.error("--kernels is about a GPU, and there is none here.")
+    rounds = 0 if options.kernels else options.rounds
+    result["training"] = measure_training(specs, batch, tokens, compiled, rounds, device, rate)
+    if options.kernels:
+        return
+    if not options.no_decoding:
+        decoded = {arm: spec for arm, spec in specs.items() if "@" not in arm}
+        result["decoding"] = measure_decoding(decoded, decode_batch, context, options.rounds, device, bandwidth)
+    keep(f"layer-{options.name or f'{name}-{device}'}", result, options.out)
 
 
 if __name__ == "__main__":

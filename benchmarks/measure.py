@@ -77,6 +77,16 @@ def median_and_spread(times: list[float]) -> tuple[float, float]:
     return middle, (high - low) / 2 / middle
 
 
+def list_kernels(call: Callable[[], object], calls: int = 5) -> str:
+    """A table of the kernels of so many calls on a GPU, slowest first."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
+        for _ in range(calls):
+            call()
+        torch.cuda.synchronize()
+    return recorded.key_averages().table(sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=70)
+
+
 def matrix_rate(device: str, dtype: torch.dtype) -> float:
     """FLOP/s of a large matrix product on random data: the ceiling for arithmetic."""
     n = 8192 if device == "cuda" else 1024

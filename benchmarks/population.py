@@ -27,12 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from measure import RESULTS, keep, provenance
+from measure import RESULTS, keep, list_kernels, provenance
 from qklab.data.batches import Batch
 from qklab.data.prepare import prepare_corpus
 from qklab.data.shards import Corpus
 from qklab.runs.directory import RunDirectory
-from qklab.study.compare import list_arms
+from qklab.study.arms import list_arms
 from qklab.train.launch import choose_precision, train_population
 from qklab.train.machine import Machine
 from qklab.train.population import PopulationTrainer
@@ -193,13 +193,8 @@ def profile_step(size: str, arm: str, members: int, options: argparse.Namespace)
     batches = trainer.read_batches(0)
     for _ in range(10):
         trainer.step(next(batches), [1e-3] * members)
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
-        for _ in range(5):
-            trainer.step(next(batches), [1e-3] * members)
-        torch.cuda.synchronize()
+    print(list_kernels(lambda: trainer.step(next(batches), [1e-3] * members)))
     batches.close()
-    print(recorded.key_averages().table(sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=70))
 
 
 def draw_curves(specs: list[RunSpec], execution: ExecutionSpec) -> Tensor:

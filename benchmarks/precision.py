@@ -28,7 +28,7 @@ from measure import RESULTS, keep, provenance
 from qklab.data.prepare import prepare_corpus
 from qklab.data.shards import MANIFEST, Corpus
 from qklab.data.sources import find_source_path
-from qklab.study.compare import list_arms
+from qklab.study.arms import list_arms
 from qklab.study.sizes import SIZES as LADDER
 from qklab.study.sizes import Size
 from qklab.train.evaluate import repeat_rows

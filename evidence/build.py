@@ -3,11 +3,13 @@
     python evidence/build.py            writes results.json, each study's table in its README.md, and docs/evidence.md's
     python evidence/build.py --check    changes nothing, names what is stale and exits 1
 
-Numbers in sentences, there, in README.md and in the studies' own, are filled in between marks; an arm without a rate
-is at its own best one:
+Numbers in sentences, there, in README.md, in docs/mechanisms and in the studies' own, are filled in between marks; an
+arm without a rate is at its own best one:
 
     <!-- nats: coupling-nano standard@3e-3 uncoupled@3e-3 -->0.063 nats (0.040 to 0.087)<!-- end -->, first less second
     <!-- perplexity: coupling-nano leapfrog standard -->−4.9 % (−17.3 to +9.4)<!-- end -->, first against second
+    <!-- gpt2: headline-nano leapfrog standard -->−6.7 % (−8.5 to −4.9)<!-- end -->, the same per token of GPT-2's size
+    <!-- average: headline-pico,headline-nano leapfrog uncoupled -->+2.9 % (+1.0 to +4.8)<!-- end -->, over studies
     <!-- points: b8-2x32 q=k=v -->−2.6 points (−4.0 to −1.2)<!-- end -->, of accuracy, mean over tasks, against standard
     <!-- spread: coupling-nano standard -->0.22 nats<!-- end -->, between the best and the worst seed at one rate
     <!-- vectors: similarity-3x64 key_value_alignment trained -->0.31 (0.27 to 0.35)<!-- end -->, or untrained
@@ -32,13 +34,16 @@ from order import read_order
 from records import RECORDS
 from studies import Evidence
 
+from qklab.study.parts import measure_bytes_per_token
 from qklab.study.plan import write_number
 from qklab.study.stats.groups import average_groups
 from qklab.study.stats.paired import compare_paired
 
 EVIDENCE = Path(__file__).parent
 PAGE, README, RESULTS = EVIDENCE.parent / "docs/evidence.md", EVIDENCE.parent / "README.md", EVIDENCE / "results.json"
+MECHANISMS = PAGE.parent / "mechanisms"
 MARK = "<!-- table: begin -->"
+GPT2_BYTES = 2_226_879 / 485_630  # that a token of GPT-2's has of the test text (headline-51m)
 
 
 # Tables
@@ -115,9 +120,10 @@ def fill_block(text: str, table: str) -> str:
 # Numbers in sentences
 
 
-def write_number_of(kind: str, study: Evidence, places: Sequence[str]) -> str:
+def write_number_of(kind: str, studies: Sequence[Evidence], places: Sequence[str]) -> str:
     """A paired difference in nats, per cent of perplexity or points of accuracy with its 95 % interval, how far seeds
     lie apart, or how alike vectors are."""
+    study = studies[0]
     if kind == "spread":
         rates = [[*own.values()] for (arm, _), own in study.collect(study.spec.corpora[0]).items() if arm == places[0]]
         return f"{max(max(own) - min(own) for own in rates if all(map(math.isfinite, own))):.2f} nats"
@@ -129,11 +135,22 @@ def write_number_of(kind: str, study: Evidence, places: Sequence[str]) -> str:
         found = average_groups([effect.differences])
         mean, low, high = (100 * value for value in (found.estimate, found.low, found.high))
         return f"{mean:+.1f} points ({low:+.1f} to {high:+.1f})".translate(MINUS)
+    if kind == "average":
+        effects = [effect for one in studies for effect in one.measure(*places) if effect.lr is None]
+        found = average_groups([effect.differences for effect in effects])
+        return write_percent(found.estimate, found.low, found.high)
     own = compare_paired(*(study.select(place) for place in places))
     low, high = (math.nan if end is None else end for end in (own.low, own.high))
     if kind == "nats":
         return f"{own.mean:.3f} nats ({low:.3f} to {high:.3f})".translate(MINUS)
-    mean, low, high = (100 * math.expm1(value) for value in (own.mean, low, high))
+    scale = 1.0
+    if kind == "gpt2":
+        scale = GPT2_BYTES / measure_bytes_per_token(study.results, study.spec.corpora[0])
+    return write_percent(*(scale * value for value in (own.mean, low, high)))
+
+
+def write_percent(*nats: float) -> str:
+    mean, low, high = (100 * math.expm1(value) for value in nats)
     return f"{mean:+.1f} % ({low:+.1f} to {high:+.1f})".translate(MINUS)
 
 
@@ -141,12 +158,14 @@ def fill_numbers(text: str, studies: Mapping[str, Evidence]) -> str:
     """The text with every number between marks computed again."""
 
     def compute(found: re.Match[str]) -> str:
-        kind, study, places = found["kind"], found["study"], found["places"].split()
-        if study not in studies:
-            sys.exit(f"there is no study {study}, which a page asks for; there are {', '.join(studies)}.")
-        return f"{found['mark']}{write_number_of(kind, studies[study], places)}{found['end']}"
+        kind, names, places = found["kind"], found["study"].split(","), found["places"].split()
+        for name in names:
+            if name not in studies:
+                sys.exit(f"there is no study {name}, which a page asks for; there are {', '.join(studies)}.")
+        return f"{found['mark']}{write_number_of(kind, [studies[name] for name in names], places)}{found['end']}"
 
-    mark = r"(?P<mark><!-- (?P<kind>nats|perplexity|points|spread|vectors): (?P<study>\S+) (?P<places>[^>]+?) -->)"
+    kinds = "nats|perplexity|gpt2|average|points|spread|vectors"
+    mark = rf"(?P<mark><!-- (?P<kind>{kinds}): (?P<study>\S+) (?P<places>[^>]+?) -->)"
     return re.sub(mark + r".*?(?P<end><!-- end -->)", compute, text, flags=re.DOTALL)
 
 
@@ -160,11 +179,10 @@ def build() -> dict[Path, str]:
     judged = judge_claims(claims, studies)
     about = {name: study.describe() for name, study in studies.items()}
     results = json.dumps({"studies": about, "claims": judged}, indent=1, ensure_ascii=False) + "\n"
-    page = fill_block(
-        PAGE.read_text(encoding="utf-8"), write_claims_table(claims, judged, studies, read_order(EVIDENCE))
-    )
+    page = fill_block(PAGE.read_text(encoding="utf-8"), write_claims_table(claims, judged, order))
     files = {RESULTS: results, PAGE: fill_numbers(page, studies)}
-    files[README] = fill_numbers(README.read_text(encoding="utf-8"), studies)
+    for path in (README, *sorted(MECHANISMS.glob("*.md"))):
+        files[path] = fill_numbers(path.read_text(encoding="utf-8"), studies)
     for name, study in studies.items():
         page = study.folder / "README.md"
         text = page.read_text(encoding="utf-8")

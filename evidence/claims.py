@@ -5,8 +5,8 @@ A figure in claims.toml has one of
   points    percentage points of accuracy, on the mean over a study's tasks; one within the study's margin is a claim
             that there is no difference
   sign      -1 where the arm is said to be better (a lower loss), without a figure
-  speed_up  how many times the arm's FLOPs the baseline is said to need to do as well, from the baseline's own curve of
-            bits per byte against FLOPs (`estimate_speed_ups`)
+  speed_up  how many times the arm's tokens the baseline is said to need to do as well, from the baseline's own curve of
+            bits per byte against compute (`estimate_speed_ups`), what the arm's tokens cost more left aside
   value     of a `probe` (docs/probes.md) at the end of training, in `layer` or on average over layers: of the arm, or
             its difference from `baseline` where one is named
 and may be about one `corpus` only; about one learning rate `lr` of both arms instead of each one's best, where a
@@ -89,11 +89,19 @@ def judge_figure(figure: Mapping[str, Any], studies: Sequence[Evidence]) -> dict
     about |= {key: figure[key] for key in ("probe", "corpus", "lr", "longer") if key in figure}
     judge = judge_speed_up if name == "speed_up" else judge_effects
     measured, so_far = judge(figure, studies)
+    for own in measured:
+        own["studies"] = [study.name for study in studies if study.size == own["size"] and has_measured(figure, study)]
     fine = list_counting(figure, studies)
     sizes = {study.size for study in fine}
     listed = [own["size"] for own in measured if own["size"] in sizes]
     word = judge(figure, fine)[1] if len(listed) >= SIZES else "open"
     return about | {"measured": measured, "word": word, "so_far": so_far, "counted": listed}
+
+
+def has_measured(figure: Mapping[str, Any], study: Evidence) -> bool:
+    if "speed_up" in figure:
+        return study.measure_compute(figure["arm"]) is not None
+    return bool(measure_figure(figure, study))
 
 
 def list_counting(figure: Mapping[str, Any], studies: Sequence[Evidence]) -> list[Evidence]:
@@ -144,9 +152,11 @@ def measure_change(figure: Mapping[str, Any], studies: Sequence[Evidence]) -> li
 
 
 def judge_speed_up(figure: Mapping[str, Any], studies: Sequence[Evidence]) -> tuple[list[dict[str, Any]], str]:
-    """How many times the arm's FLOPs the baseline needs at every size, and the word: as for an effect, where 1 is none
+    """How many times the arm's tokens the baseline needs at every size, and the word: as for an effect, where 1 is none
     and what lies within SPEED_MARGIN of it is none either."""
-    own = sorted(filter(None, (study.measure_compute(figure["arm"]) for study in studies)), key=find_flops)
+    found = filter(None, (study.measure_compute(figure["arm"]) for study in studies))
+    alike = [replace(size, arm_flops=size.arm_flops and size.baseline_flops) for size in found]
+    own = sorted(alike, key=find_flops)
     try:
         found = estimate_speed_ups(own)
     except ValueError:  # too few sizes, or a loss that does not fall with compute
@@ -218,23 +228,21 @@ def describe_size(size: str, effects: Sequence[MeasuredEffect], kind: FigureKind
 def write_claims_table(
     claims: Mapping[str, Any],
     judged: Sequence[Mapping[str, Any]],
-    studies: Mapping[str, Evidence],
     order: Mapping[str, PlannedStudy],
 ) -> str:
     lines = [
-        "| | claim | published | measured: change of perplexity, points of accuracy, or the value | verdict |",
+        "| | claim | published | measured: change of perplexity, points of accuracy, or value | verdict |",
         "|---|---|---|---|---|",
     ]
     for claim, found in zip(claims["claims"], judged, strict=True):
         measured = "<br>".join(write_measured(figure) for figure in found["figures"])
         words = list_words(found["figures"])
         verdict = "; ".join(words)
-        if "limits" in claim and words != ["open"]:
+        if words == ["open"]:
+            verdict += f" ({describe_missing(claim, found['figures'], order)})"
+        elif "limits" in claim:
             verdict = f"{claim['limits']}: {verdict}"
-        links = ", ".join(f"[{name}](../evidence/{name}/README.md)" for name in claim["studies"] if name in studies)
-        open_for = [describe_missing(claim, found["figures"], order)] if words == ["open"] else []
-        why = "; ".join([*open_for, links] if links else open_for)
-        lines.append(f"| {claim['id']} | {claim['claim']} | {claim['published']} | {measured} | {verdict} ({why}) |")
+        lines.append(f"| {claim['id']} | {claim['claim']} | {claim['published']} | {measured} | {verdict} |")
     return "\n".join([*lines, ""])
 
 
@@ -268,15 +276,17 @@ def write_measured(figure: Mapping[str, Any]) -> str:
     kind = KINDS[figure["kind"]]
     what = f" {figure['probe']}" if "probe" in figure and figure["baseline"] else ""
     against = "" if figure["baseline"] in (None, "standard") else f" against {figure['baseline']}"
-    sign = "" if figure["baseline"] is None else "+"
-    told = []
+    sign = "" if figure["baseline"] is None or figure["kind"] == "speed_up" else "+"
+    told = [f"**{name_figure(figure)}{what}{against}**"]
     for own in figure["measured"]:
+        size = ", ".join(f"[{own['size']}](../evidence/{name}/README.md)" for name in own["studies"])
         if own["diverged"]:
-            told.append(f"{own['size']}: {own['diverged']} seeds diverged")
+            told.append(f"{size}: {own['diverged']} seeds diverged")
         elif own["effect"] is not None:
             effect, *ends = (
                 None if x is None else f"{x:{sign}.{kind.digits}f}".translate(MINUS) for x in own["effect"]
             )
             interval = "" if None in ends else f" ({ends[0]} to {ends[1]})"
-            told.append(f"{own['size']}: {effect}{kind.unit}{interval}, n = {own['seeds']}")
-    return f"{name_figure(figure)}{what}{against} {'; '.join(told)}"
+            few = "" if own["seeds"] == SEEDS else f", n = {own['seeds']}"
+            told.append(f"{size}: {effect}{kind.unit}{interval}{few}".replace(" ", "\N{NO-BREAK SPACE}"))
+    return "<br>".join(told)

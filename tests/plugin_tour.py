@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from qklab import AttentionSpec, CouplingSpec, cli
-from qklab.study.compare import ComparisonRequest, make_study
+from qklab.study.compare import make_study
+from qklab.study.request import ComparisonRequest
 from qklab.testing import CONTRACTS, contracts_of
 from qklab.testing.grid import SIZE
 

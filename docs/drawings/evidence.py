@@ -20,19 +20,19 @@ CURVES = (("standard", "0.012"), ("leapfrog", "0.012"), ("affine", "0.006"), ("u
 def claimed_changes(evidence: Results, source: str, title: str, kind: str = "percent") -> "Figure":
     """Change of perplexity, or in points of accuracy, of every arm that a source's claims are about: intervals by
     size, the published value as a diamond."""
-    own = [figure for claim in evidence["claims"] if claim["id"][0] == source for figure in claim["figures"]]
-    figures = [figure for figure in own if figure["kind"] == kind]
-    rows = [(figure, own) for figure in figures for own in figure["measured"]]
+    figures = [(claim["id"], figure) for claim in evidence["claims"] for figure in claim["figures"]]
+    own = [(name, figure) for name, figure in figures if name[0] == source and figure["kind"] == kind]
+    rows = [(name, figure, measured) for name, figure in own for measured in figure["measured"]]
     height = 96 + 24 * len(rows)
     note = "95 % intervals over paired seeds, each arm at its own best learning rate; diamonds: published"
     figure = new_figure(height, title, note)
-    axes = figure.add_axes((0.3, 44 / height, 0.66, 1 - 100 / height))
+    axes = figure.add_axes((0.33, 44 / height, 0.63, 1 - 100 / height))
     axes.axvline(0, color=LINE, linewidth=1)
     axes.grid(axis="x")
     names = []
-    for y, (claim, own) in enumerate(rows):
+    for y, (name, claim, own) in enumerate(rows):
         against = "" if claim["baseline"] == "standard" else f" against {claim['baseline']}"
-        names.append(f"{claim['arm']}{against} · {own['size']}")
+        names.append(f"{name}  {claim['arm']}{against} · {own['size']}")
         axes.plot(claim["published"], y, "D", color=STROKE["q"], markersize=6, markerfacecolor=GROUND)
         if own["effect"] is None:
             told = f"{own['diverged']} seeds diverged at every rate"
@@ -120,7 +120,8 @@ def gains_by_rate(evidence: Results, studies: Sequence[str], arms: Sequence[str]
         axes.minorticks_off()
         axes.grid(axis="y")
     lines = {line.get_label(): line for axes in figure.axes for line in axes.get_legend_handles_labels()[0]}
-    figure.legend([lines[arm] for arm in arms if arm in lines], arms, fontsize=9, loc="upper right", ncols=len(arms))
+    shown = [arm for arm in arms if arm in lines]
+    figure.legend([lines[arm] for arm in shown], shown, fontsize=9, loc="upper right", ncols=len(arms))
     return figure
 
 
@@ -128,7 +129,7 @@ CLAIMS = {
     "evidence-learning-rate.svg": Chart(
         partial(
             gains_by_rate,
-            studies=("headline-pico", "coupling-nano", "headline-micro"),
+            studies=("headline-pico", "headline-nano", "headline-micro"),
             arms=("leapfrog", "uncoupled", "affine"),
         ),
         (RESULTS,),

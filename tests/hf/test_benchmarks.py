@@ -186,7 +186,7 @@ def test_what_is_missing_is_told_before_anything_is_trained(
     refuse("blimp", tmp_path / "none", "/none is none")
     refuse("blimp,piqa", data, r"piqa reads piqa\.jsonl, but it is neither in")
     refuse("cola", data, r"CoLA/train\.tsv cannot be read")
-    refuse("blmp", data, r"is no known task .*did you mean 'local-blimp'")
+    refuse("blmp", data, r"^blmp is no known task .*did you mean 'blimp'\?\); known are lambada, ")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     refuse("blimp", data, r"evaluation needs lm_eval, .* pip install 'qklab\[eval\]'")
 

@@ -22,10 +22,13 @@ from qklab.cli import main
 from qklab.cli.study import StudyCommand
 from qklab.data.spec import DataError
 from qklab.study import compare, sizes
-from qklab.study.compare import ComparisonPlan, ComparisonRequest
+from qklab.study.arms import DEFAULT, list_arms
+from qklab.study.compare import ComparisonPlan
 from qklab.study.executors import WorkerSlots
+from qklab.study.extend import extend_comparison, refuse_other_request
 from qklab.study.plan import PlannedRun, count_runs, plan_tuning_runs
 from qklab.study.records import Analyses, StudyRecord
+from qklab.study.request import ComparisonRequest
 from qklab.study.spec import StudyError, StudySpec
 from qklab.train.spec import RunSpec
 from qklab.train.trainer import Trainer
@@ -89,11 +92,11 @@ def test_a_size_that_is_asked_for_is_taken(quick: None) -> None:
 
 def test_every_arm_is_a_legal_run_at_every_size_and_none_is_another(quick: None) -> None:
     for size in sizes.SIZES:
-        study = plan(arms=tuple(compare.list_arms()), size=size).study
+        study = plan(arms=tuple(list_arms()), size=size).study
         assert sizes.find_size(study) == size
         study.refuse_illegal()
         runs = [study.run(arm, "stdlib", study.lrs[0], 0) for arm in study.arms]
-        assert len({json.dumps(run.to_dict(), sort_keys=True) for run in runs}) == len(compare.list_arms())
+        assert len({json.dumps(run.to_dict(), sort_keys=True) for run in runs}) == len(list_arms())
 
 
 def test_the_measured_step_is_that_of_the_arm() -> None:
@@ -164,7 +167,7 @@ def test_populations_are_planned_by_their_speed(quick: None) -> None:
     [
         ({"minutes": 4, "size": "nano"}, 10e6, 20e6),
         ({"minutes": 4, "size": "micro"}, 5e6, 12e6),
-        ({"minutes": 4, "arms": (*compare.DEFAULT, "euler", "q=k", "gqa", "mqa"), "size": "nano"}, 10e6, 8e6),
+        ({"minutes": 4, "arms": (*DEFAULT, "euler", "q=k", "gqa", "mqa"), "size": "nano"}, 10e6, 8e6),
     ],
 )
 def test_populations_end_in_time_and_a_quarter(
@@ -210,7 +213,7 @@ def test_what_is_compared_stays(tmp_path: Path) -> None:
     record = StudyRecord(compare.make_study("pico", asked, 512), [], dataclasses.asdict(asked.fill_defaults()))
     same: dict[str, Any] = {"texts": ("stdlib",), "arms": ("k=v", "standard"), "size": "pico"}
     for request in (ComparisonRequest(), ComparisonRequest(**same), ComparisonRequest(minutes=3.0, seeds=5)):
-        compare.refuse_other_request(record, tmp_path, request)
+        refuse_other_request(record, tmp_path, request)
     others: list[tuple[dict[str, Any], str]] = [
         ({"texts": ("other",)}, "texts stdlib, but other came"),
         ({"arms": ("qk-norm",)}, "arms k=v, standard, but qk-norm, standard came"),
@@ -221,30 +224,33 @@ def test_what_is_compared_stays(tmp_path: Path) -> None:
     ]
     for other, told in others:
         with pytest.raises(StudyError, match=told):
-            compare.refuse_other_request(record, tmp_path, ComparisonRequest(**other))
+            refuse_other_request(record, tmp_path, ComparisonRequest(**other))
 
 
 def test_continuing_asks_once_and_after_what_is_planned(tmp_path: Path) -> None:
-    study = compare.make_study("pico", ComparisonRequest(arms=("k=v",), seeds=3), 512).replace(extend=0, tuning_seeds=1)
-    for run in plan_tuning_runs(study):  # six runs of a second each, of ten
-        fabricate(study, tmp_path, run)
+    study = compare.make_study("pico", ComparisonRequest(arms=("k=v",), seeds=3), 512).replace(extend=0)
+    for run in plan_tuning_runs(study):  # twelve runs of a second each, of eighteen
+        if run.seed < 2:
+            fabricate(study, tmp_path, run)
     record = StudyRecord(study, [], {"minutes": 1.0, "seeds": 3})
 
     def extend(record: StudyRecord, **asked: Any) -> StudyRecord:
-        return compare.extend_comparison(record, tmp_path, ComparisonRequest(**asked), TWO)
+        return extend_comparison(record, tmp_path, ComparisonRequest(**asked), TWO)
 
     assert extend(record, seeds=7).spec.seeds == extend(extend(record, seeds=7), seeds=7).spec.seeds == 7
     assert extend(record).spec.seeds == 3  # what is planned comes first
-    more = extend(record, minutes=0.1)  # twelve runs' time: the four that are planned, and two seeds of four
-    assert (more.spec.seeds, more.asked["continued"]) == (3 + 4, 0.1)
+    more = extend(record, minutes=0.2)  # 24 runs' time: the six that are planned, two seeds of six, and one of two
+    assert (more.spec.seeds, more.spec.tuning_seeds, more.asked["continued"]) == (6, 5, 0.2)
     for arm in study.arms:
-        fabricate(study, tmp_path, PlannedRun("stdlib", arm, study.lrs[0], 1))
-    assert extend(more, minutes=0.1).spec.seeds == 7  # interrupted and asked again, though there is more time now
-    Analyses().add(7, 2, "").write(tmp_path)
-    assert extend(more, minutes=0.1).spec.seeds == 7 + 6
-    assert extend(more, minutes=1e-6).spec.seeds == 8  # at least one
+        fabricate(study, tmp_path, PlannedRun("stdlib", arm, study.lrs[0], 2))
+    assert extend(more, minutes=0.2).spec.seeds == 6  # interrupted and asked again, though there is more time now
+    Analyses().add(6, 2, "").write(tmp_path)
+    assert extend(more, minutes=0.2).spec.seeds == 7  # 38 runs of 14 + 24; two more would be 40
+    least = extend(more, minutes=1e-6).spec  # at least one, and three quarters tune
+    assert (least.seeds, least.tuning_seeds) == (7, 6)
+    assert extend(more, seeds=20).spec.tuning_seeds == 15
     with pytest.raises(StudyError, match="no finished run to reckon with"):
-        compare.extend_comparison(record, tmp_path / "empty", ComparisonRequest(minutes=1.0), TWO)
+        extend_comparison(record, tmp_path / "empty", ComparisonRequest(minutes=1.0), TWO)
 
 
 def test_ray_without_an_address() -> None:
@@ -271,8 +277,8 @@ def test_the_page_has_every_setting_with_its_default() -> None:
 
 def test_the_page_has_every_arm_and_size_and_its_file_is_a_study() -> None:
     flat = " ".join(PAGE.split())
-    assert f"Arms by name: {', '.join(compare.list_arms())}." in flat
-    assert f"{', '.join(compare.DEFAULT[:-1])} and {compare.DEFAULT[-1]}" in flat
+    assert f"Arms by name: {', '.join(list_arms())}." in flat
+    assert f"{', '.join(DEFAULT[:-1])} and {DEFAULT[-1]}" in flat
     assert re.findall(r"^\| (\w+) \| \d+ × \d+ \|", PAGE, re.MULTILINE) == list(sizes.SIZES)
     files = [tomllib.loads(file) for file in re.findall(r"^```toml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)]
     (whole,) = [file for file in files if "baseline" in file]
@@ -310,8 +316,8 @@ def test_compare_answers_is_continued_and_reports(
     monkeypatch.chdir(tmp_path)
     shape = {"model": {"recipe": "nano", "layers": 1, "width": 16, "context": 32}, "corpus": {"vocab": 300}}
     small = dataclasses.replace(sizes.SIZES["pico"], settings=sizes.SIZES["pico"].settings | shape)
-    for module in (sizes, compare):
-        monkeypatch.setattr(module, "SIZES", {"pico": small})
+    for module in ("sizes", "compare", "request"):
+        monkeypatch.setattr(f"qklab.study.{module}.SIZES", {"pico": small})
     monkeypatch.setattr(compare, "EXTEND", 0)
     monkeypatch.setattr("qklab.study.executors.local.LocalExecutor", lambda device, at_once, say: InProcess())
     asked = ("compare", str(text), "--arms", "k=v", "--minutes", "0.01", "--device", "cpu")
@@ -343,11 +349,11 @@ def test_compare_answers_is_continued_and_reports(
     for _ in range(2):  # a target: the second time there is nothing left to do
         code, out, err = called(capsys, "compare", "--out", str(folder), "--continue", "--seeds", "3")
         assert code == 0, err
-        assert len(list(folder.glob("runs/*/*/*/summary.json"))) == 14
+        assert len(list(folder.glob("runs/*/*/*/summary.json"))) == 18  # of three seeds all tune
     assert json.loads((folder / "analyses.json").read_text())["command"].endswith("--continue --seeds {total}")
     assert [each["seeds"] for each in json.loads((folder / "analyses.json").read_text())["taken"]] == [2, 3]
     code, out, err = called(capsys, "compare", "--out", str(folder), "--continue", "--minutes", "0.0001")
-    assert (code, len(list(folder.glob("runs/*/*/*/summary.json")))) == (0, 16)
+    assert (code, len(list(folder.glob("runs/*/*/*/summary.json")))) == (0, 24)
     assert "judged 3 times" in out
     code, _, err = called(capsys, "compare", "--out", str(folder), "--continue", "--seeds", "2")
     assert (code, "have begun for 4 seeds" in err) == (2, True)
@@ -362,8 +368,8 @@ def test_one_command_gives_the_same_numbers_on_a_slow_machine_and_with_other_cor
 ) -> None:
     shape = {"model": {"recipe": "nano", "layers": 1, "width": 16, "context": 32}, "corpus": {"vocab": 300}}
     small = sizes.Size(sizes.SIZES["pico"].settings | shape, (3e-3, 6e-3), tokens_per_parameter=0.2)
-    for module in (sizes, compare):
-        monkeypatch.setattr(module, "SIZES", {"pico": small})
+    for module in ("sizes", "compare", "request"):
+        monkeypatch.setattr(f"qklab.study.{module}.SIZES", {"pico": small})
     monkeypatch.setattr(compare, "EXTEND", 0)
     step = Trainer.step
 

@@ -257,6 +257,7 @@ def begun(spec: StudySpec, folder: Path) -> None:
     [
         ({"lrs": [1e-3]}, r"began with lrs=\[0.001, 0.01\], but \[0.001\] came"),
         ({"margin": 0.5}, r"began with margin=0.01, but 0.5 came"),
+        ({"tuning_seeds": 2, "seeds": 2}, r"began with tuning_seeds=1, but 2 came"),
         (
             {"arms": {"standard": {}, "k=v": {"attention": {"share": "q=k"}}}},
             r"arms.k=v.attention.share='k=v', but 'q=k'",
@@ -274,10 +275,12 @@ def begun(spec: StudySpec, folder: Path) -> None:
 def test_a_study_edited_after_it_began_is_refused(
     changes: dict[str, Any], sentence: str, corpus: str, tmp_path: Path
 ) -> None:
-    begun(small_spec(corpus), tmp_path)
+    begun(small_spec(corpus, seeds=2), tmp_path)
     with pytest.raises(StudyError, match=sentence), Study(small_spec(corpus, **changes), tmp_path).open():
         pass
-    assert read_study_record(tmp_path).spec == small_spec(corpus)
+    assert read_study_record(tmp_path).spec == small_spec(corpus, seeds=2)
+    with Study(small_spec(corpus, seeds=4, tuning_seeds=3), tmp_path).open():
+        pass  # of seeds that are added some may tune
 
 
 def test_a_study_edited_before_anything_ran_is_no_other(corpus: str, tmp_path: Path) -> None:

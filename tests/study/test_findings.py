@@ -82,17 +82,21 @@ def test_a_whole_study() -> None:
     assert found.planned == 3 * (2 + 3)
 
 
-def test_what_would_settle_it_and_the_command() -> None:
+@pytest.mark.parametrize("words", ["qklab compare --continue", "qklab study file.toml"])
+def test_what_would_settle_it_and_the_command(words: str) -> None:
     results = whole({"standard": 0.0, "k=v": 0.02, "norm": 0.0001}, noise=0.02)
-    taken = Analyses(at_once=2, command="qklab compare --continue --seeds {total}")
+    taken = Analyses(at_once=2, command=f"{words} --seeds {{total}}")
     found = derive_findings(study(), results, "stdlib", taken)
     assert {v.verdict for v in found.verdicts.values()} == {"open"}
     wanted = {arm: v.plan.more for arm, v in found.verdicts.items() if v.plan is not None and v.plan.more}
     assert len(wanted) == 2
     least = min(wanted.values())
-    assert found.command == f"qklab compare --continue --seeds {4 + least}"
+    assert found.command == f"{words} --seeds {4 + least}"
     for arm, more in wanted.items():
-        seconds = more * 3 * 12.0 / 2  # seeds × arms × seconds of a process, two at a time
+        runs = more
+        if "compare" in words:  # three quarters of all seeds try both rates, where one of four did
+            runs = 4 + more + math.ceil(3 * (4 + more) / 4) - 5
+        seconds = runs * 3 * 12.0 / 2  # runs × arms × seconds of a process, two at a time
         minutes = f"{round(seconds) // 60} min {round(seconds) % 60} s" if seconds >= 60 else f"{seconds:.0f} s"
         plan = found.verdicts[arm].plan
         assert plan is not None

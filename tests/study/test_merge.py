@@ -74,7 +74,7 @@ def test_what_does_not_belong_together_is_refused_and_nothing_is_written(corpus:
 
 
 def test_of_a_run_in_several_slices_one_that_ended_counts_and_every_analysis(corpus: str, tmp_path: Path) -> None:
-    one, two = slices(corpus, tmp_path, small_spec(corpus, seeds=5))
+    one, two = slices(corpus, tmp_path, small_spec(corpus, seeds=5, tuning_seeds=2))
     run = next(plan_tuning_runs(small_spec(corpus)))
     shutil.copytree(run.folder_in(one), run.folder_in(two))
     (run.folder_in(one) / "summary.json").unlink()

@@ -15,10 +15,11 @@ from qklab.schema import SpecError
 from qklab.study import execute
 from qklab.study.across import AcrossFindings, compare_across
 from qklab.study.answer import write_across
-from qklab.study.compare import ComparisonRequest, plan_sizes
+from qklab.study.compare import plan_sizes
 from qklab.study.parts import StudyPart, find_size_folder
 from qklab.study.plan import plan_tuning_runs
 from qklab.study.records import RunResult
+from qklab.study.request import ComparisonRequest
 from qklab.study.sizes import split_sizes
 from qklab.study.spec import StudyError, StudySpec
 

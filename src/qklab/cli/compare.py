@@ -59,32 +59,33 @@ class CompareCommand:
         from qklab.study import compare
         from qklab.study.execute import Study
         from qklab.study.executors.local import LocalExecutor
-        from qklab.study.records import read_study_record
+        from qklab.study.extend import extend_comparison, refuse_other_request
+        from qklab.study.records import holds_study, read_study_record
+        from qklab.study.request import ComparisonRequest, default_comparison_folder
 
         began = time.monotonic()
         given = {"column": self.column, "encoding": self.encoding, "skip_bad": self.skip_bad or None}
         reading = {name: value for name, value in given.items() if value is not None}
-        request = compare.ComparisonRequest(
+        request = ComparisonRequest(
             *(self.texts, self.arms, self.minutes, self.seeds, self.size, self.final_tokens, reading),
             *(self.sizes, self.tokens_per_parameter),
         )
         display = Terminal()
         executor = LocalExecutor(self.device, self.at_once, say=display.say)
-        folder = self.out or compare.default_comparison_folder(self.texts, self.sizes)
+        folder = self.out or default_comparison_folder(self.texts, self.sizes)
         words = ["qklab", "compare", "--out", str(folder), *(() if self.data is None else ("--data", str(self.data)))]
         command = f"{shlex.join(words)} --continue --seeds {{total}}"
-        known = read_study_record(folder).spec if (folder / "study.json").exists() else None
+        record = read_study_record(folder) if holds_study(folder) else None
+        known = None if record is None else record.spec
         if self.sizes is not None or (known is not None and known.sizes):
             return self.execute_sizes(compare.plan_sizes(request, known), folder, display, command)
-        if (folder / "study.json").exists():
-            record = read_study_record(folder)
-            first = record.spec.run(record.spec.baseline, record.spec.corpora[0], record.spec.lrs[0], 0)
+        if record is not None:
             by_size = record.asked.get("minutes") is None
-            executor.slots = compare.choose_slots(executor.slots, first, self.at_once, by_size)
+            executor.slots = compare.choose_slots(executor.slots, record.spec.first_run, self.at_once, by_size)
             if self.more:
-                record = compare.extend_comparison(record, folder, request, executor.slots)
+                record = extend_comparison(record, folder, request, executor.slots)
             else:
-                compare.refuse_other_request(record, folder, request)
+                refuse_other_request(record, folder, request)
             spec, asked = record.spec, record.asked
             display.say(f"going on with the comparison in {folder}: {spec.seeds} seeds of {', '.join(spec.arms)}.")
         elif self.more:
@@ -110,8 +111,7 @@ class CompareCommand:
 
         def make_executor(part: Any) -> LocalExecutor:
             executor = LocalExecutor(self.device, self.at_once, say=display.say)
-            first = part.run(part.baseline, part.corpora[0], part.lrs[0], 0)
-            executor.slots = choose_slots(executor.slots, first, self.at_once, True)
+            executor.slots = choose_slots(executor.slots, part.first_run, self.at_once, True)
             return executor
 
         return execute_sizes(spec, folder, make_study, make_executor, display, command)

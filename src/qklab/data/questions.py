@@ -18,7 +18,6 @@ from typing import Any
 
 from qklab.schema import suggest_name
 
-PREFIX = "local-"
 Line = dict[str, Any]
 
 
@@ -146,33 +145,33 @@ def make_question(kind: str, line: Line, task: LocalTask) -> Line:
     return {"text": text, "choices": list(task.choices), "gold": task.choices.index(answer)}
 
 
-def find_task_file(data: Path, name: str, file: str) -> Path:
-    """The file or folder in `data`, or one or two folders below it."""
+def find_task_file(data: Path, name: str, file: str, prefix: str) -> Path:
+    """The file or folder in `data`, or one or two folders below it; `prefix` as in `find_question_files`."""
     levels = ([data / file], sorted(data.glob(f"*/{file}")), sorted(data.glob(f"*/*/{file}")))
     there = next((found for level in levels if (found := [path for path in level if path.exists()])), [])
     if not there and name in TASKS:
-        raise ValueError(f"{PREFIX}{name} reads {file}, but it is neither in {data} nor in a folder of it.")
+        raise ValueError(f"{prefix}{name} reads {file}, but it is neither in {data} nor in a folder of it.")
     if not there:
         files = sorted(path.stem for path in data.rglob("*.jsonl"))
-        close = suggest_name(PREFIX + name, [PREFIX + known for known in (*TASKS, *files)])
+        close = suggest_name(prefix + name, [prefix + known for known in (*TASKS, *files)])
         raise ValueError(
-            f"{PREFIX}{name} is no known task and {file} is neither in {data} nor in a folder of it{close}; known are "
-            f"{', '.join(PREFIX + task for task in TASKS)}."
+            f"{prefix}{name} is no known task and {file} is neither in {data} nor in a folder of it{close}; known are "
+            f"{', '.join(prefix + task for task in TASKS)}."
         )
     if len(there) > 1:
         raise ValueError(f"{file} is in {data} more than once: {there[0]} and {there[1]}; choose a folder with --data.")
     return there[0]
 
 
-def find_question_files(name: str, data: Path) -> list[Path]:
-    """The file of a set of questions, or the files of a group."""
+def find_question_files(name: str, data: Path, prefix: str = "") -> list[Path]:
+    """The file of a set of questions, or the files of a group; `prefix` stands before names where they are typed."""
     task = TASKS.get(name)
     if task is None or not task.group:
-        return [find_task_file(data, name, f"{task.file if task else name}.jsonl")]
-    folder = find_task_file(data, name, task.file)
+        return [find_task_file(data, name, f"{task.file if task else name}.jsonl", prefix)]
+    folder = find_task_file(data, name, task.file, prefix)
     paths = sorted(folder.glob("*.jsonl"))
     if not paths:
-        raise ValueError(f"{folder} holds no .jsonl files, of which {PREFIX}{name} is the mean.")
+        raise ValueError(f"{folder} holds no .jsonl files, of which {prefix}{name} is the mean.")
     return paths
 
 

@@ -7,14 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from qklab.data.documents import (
-    Tally,
-    TokenizerSample,
-    count_repeats,
-    needs_positions,
-    refuse_empty,
-    select_documents,
-)
+from qklab.data.documents import Tally, TokenizerSample, count_repeats, needs_positions, refuse_empty, select_documents
 from qklab.data.shards import TOKENIZER, UNFINISHED
 from qklab.data.sources import SPLITS, Source, list_data_folders
 from qklab.data.spec import DataError, DataSpec

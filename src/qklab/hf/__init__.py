@@ -19,7 +19,8 @@ from qklab.hf.cache import QKLabCache, count_cache_bytes
 from qklab.hf.config import QKLabConfig
 from qklab.hf.convert import convert, load_adapter, load_converted, revert, save_adapter
 from qklab.hf.export import to_transformers
-from qklab.hf.model import QKLabForCausalLM, QKLabForMaskedLM, QKLabForSequenceClassification, QKLabModel
+from qklab.hf.heads import QKLabForCausalLM, QKLabForMaskedLM, QKLabForSequenceClassification
+from qklab.hf.model import QKLabModel
 
 transformers.AutoConfig.register(QKLabConfig.model_type, QKLabConfig, exist_ok=True)
 transformers.AutoModel.register(QKLabConfig, QKLabModel, exist_ok=True)

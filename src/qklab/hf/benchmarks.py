@@ -8,13 +8,14 @@ from typing import Any
 
 from qklab import register
 from qklab.data.glue import GLUE, find_glue_task, read_glue, score_constant
-from qklab.data.questions import PREFIX, find_question_files, measure_guessing, read_lines
+from qklab.data.questions import find_question_files, measure_guessing, read_lines
 from qklab.data.sources import list_data_folders
 from qklab.data.tokenizer import Tokenizer
 from qklab.hf.evaluate import find_tasks, hash_weights, require_harness, run_harness, silence_harness
 from qklab.hf.export import ExportedModel, make_fast_tokenizer, wrap_decoder
 from qklab.hf.finetune import finetune_classifier, finetune_once, make_classifier
 from qklab.hf.fit import FineTuning, FitProgress
+from qklab.hf.local_tasks import PREFIX
 from qklab.model.decoder import Decoder
 from qklab.runs.files import write_json
 from qklab.train.score import ScoringWork

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from qklab.data.questions import PREFIX, TASKS
-from qklab.hf.local_tasks import make_local_task
+from qklab.data.questions import TASKS
+from qklab.hf.local_tasks import PREFIX, make_local_task
 from qklab.hf.scores import describe_tasks, list_scores
 from qklab.runs.directory import RunDirectory
 from qklab.runs.environment import describe_environment, find_commit, find_version

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from qklab.data.tokenizer import Tokenizer, build_bpe, byte_of_character
+from qklab.data.tokenizer import END_OF_TEXT, Tokenizer, build_bpe, byte_of_character
 from qklab.hf.config import QKLabConfig
-from qklab.hf.model import QKLabForCausalLM, QKLabForMaskedLM
+from qklab.hf.heads import QKLabForCausalLM, QKLabForMaskedLM
 from qklab.model.decoder import Decoder
 from qklab.runs.directory import RunDirectory, RunError
 from qklab.runs.files import describe_os_error, rename_folder, write_text
@@ -19,7 +19,6 @@ from qklab.train.checkpoint import Checkpoint
 from qklab.train.load import Which, find_checkpoint_of_run
 from qklab.train.spec import RunSpec
 
-END_OF_TEXT = "<|endoftext|>"
 ExportedModel = QKLabForCausalLM | QKLabForMaskedLM
 
 

@@ -22,7 +22,7 @@ from qklab.data.glue import Examples, GlueTask, find_glue_task, read_glue, score
 from qklab.hf.evaluate import choose_device, hash_weights, load_for_evaluation
 from qklab.hf.export import ExportedModel
 from qklab.hf.fit import EncodedExamples, FineTuning, FitProgress, fit_classifier
-from qklab.hf.model import QKLabForCausalLM, QKLabForMaskedLM, QKLabForSequenceClassification
+from qklab.hf.heads import QKLabForCausalLM, QKLabForMaskedLM, QKLabForSequenceClassification
 from qklab.runs.directory import RunDirectory
 from qklab.runs.files import write_json
 from qklab.runs.signals import StopRequest

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from qklab.attention.spec import AttentionSpec
-from qklab.hf.model import QKLabForCausalLM, QKLabForMaskedLM
+from qklab.hf.heads import QKLabForCausalLM, QKLabForMaskedLM
 from qklab.model.spec import DecoderSpec
 
 RENAMED = {

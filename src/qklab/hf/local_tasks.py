@@ -5,17 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qklab.data.questions import (
-    PREFIX,
-    TASKS,
-    Line,
-    LocalTask,
-    describe_file,
-    find_question_files,
-    make_question,
-    read_lines,
-)
+from qklab.data.questions import TASKS, Line, LocalTask, describe_file, find_question_files, make_question, read_lines
 
+PREFIX = "local-"  # tells them from the harness's own
 HIGHER_IS_BETTER = {"acc": True, "acc_norm": True, "perplexity": False}
 
 
@@ -58,7 +50,7 @@ def make_task_settings(name: str, kind: str, task: LocalTask, questions: Sequenc
 
 
 def make_local_task(name: str, data: Path | None) -> tuple[Any, dict[str, str]]:
-    """A harness task or group for `name` (after "local-"), and the SHA-256 of every file it reads."""
+    """A harness task or group for `name` (after `PREFIX`), and the SHA-256 of every file it reads."""
     from lm_eval.api.group import Group
     from lm_eval.api.task import ConfigurableTask
     from lm_eval.config.group import AggMetricConfig
@@ -77,7 +69,7 @@ def make_local_task(name: str, data: Path | None) -> tuple[Any, dict[str, str]]:
             config=make_task_settings(called, kind, chosen, [make_question(kind, line, chosen) for line in lines])
         )
 
-    paths, task = find_question_files(name, data), TASKS.get(name)
+    paths, task = find_question_files(name, data, PREFIX), TASKS.get(name)
     if task is None or not task.group:
         return build_task(paths[0], PREFIX + name), hashes
     mean = AggMetricConfig(metric="acc", aggregation="mean", weight_by_size=False)

@@ -13,7 +13,7 @@ from qklab.study.across import compare_across
 from qklab.study.findings import Findings, average_corpora, derive_findings
 from qklab.study.parts import StudyPart, find_size_folder
 from qklab.study.plan import PlannedRun
-from qklab.study.records import RunResult, read_analyses, read_study_record, sum_up_ledger
+from qklab.study.records import STUDY, RunResult, holds_study, read_analyses, read_study_record, sum_up_ledger
 from qklab.study.spec import StudySpec
 from qklab.train.resume import flatten_settings
 
@@ -87,7 +87,7 @@ def read_groups(paths: Sequence[Path]) -> list[RunGroup]:
     groups: list[RunGroup] = []
     plain: list[Path] = []
     for path in find_folders(paths):
-        if (path / "study.json").exists():
+        if holds_study(path):
             groups += [group for part in find_parts(path).values() for group in group_study(part)]
         else:
             plain.append(path)
@@ -98,14 +98,14 @@ def find_parts(folder: Path) -> dict[str | None, Path]:
     """The folders that hold a study's runs: by name of those of its sizes that have begun, or its own."""
     sizes = [entry["name"] for entry in read_study_record(folder).spec.sizes]
     found = {size: find_size_folder(folder, size) for size in sizes}
-    return {size: path for size, path in found.items() if (path / "study.json").exists()} if sizes else {None: folder}
+    return {size: path for size, path in found.items() if holds_study(path)} if sizes else {None: folder}
 
 
 def describe_across(paths: Sequence[Path], groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
     """What each study at or below the paths says across its sizes and corpora, and of published figures."""
     found: list[dict[str, Any]] = []
     for path in find_folders(paths):
-        if (path / "study.json").exists():
+        if holds_study(path):
             study, parts, averages = read_study_record(path).spec, list[StudyPart](), list[dict[str, Any]]()
             for size, folder in find_parts(path).items():
                 own = [group for group in groups if group.folder == folder]
@@ -134,7 +134,7 @@ def find_folders(paths: Sequence[Path]) -> Iterator[Path]:
         some = False
         for folder, below, files in os.walk(path):
             below.sort()
-            if "study.json" in files or "run.json" in files:
+            if STUDY in files or "run.json" in files:
                 below.clear()
                 some = True
                 if (here := Path(folder)).resolve() not in seen:

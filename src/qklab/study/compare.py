@@ -1,36 +1,24 @@
-"""A comparison for everyone: arms by name, and a budget fixed by the size of the models, or by the time there is."""
+"""A comparison for everyone: a budget fixed by the size of the models, or by the time there is."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from qklab import register
-from qklab.attention.project import PROJECTIONS
 from qklab.data.prepare import refuse_unusable
 from qklab.data.spec import DataSpec
 from qklab.data.tasks import parse_task
 from qklab.runs.progress import format_duration
-from qklab.schema import suggest_name
+from qklab.study.arms import BASELINE, DEFAULT, select_arms
 from qklab.study.executors import WorkerSlots
 from qklab.study.plan import count_runs, write_rounded
-from qklab.study.records import StudyRecord, read_analyses, read_results
-from qklab.study.sizes import (
-    SIZES,
-    TOKENS_PER_PARAMETER,
-    Size,
-    count_runs_together,
-    find_size,
-    measure_arm_speed,
-    share_gpus,
-)
+from qklab.study.request import ComparisonRequest
+from qklab.study.sizes import SIZES, TOKENS_PER_PARAMETER, count_runs_together, measure_arm_speed, share_gpus
 from qklab.study.spec import DEFAULT_LR, StudyError, StudySpec
-from qklab.study.tuning import find_grids
+from qklab.study.tuning import add_seeds, choose_tuning_seeds
 from qklab.train.spec import FINAL_SHARE, RunSpec
 
-BASELINE = "standard"
-DEFAULT = (BASELINE, "leapfrog", "affine", "k=v", "qk-norm")
 SPLITS = {"valid": 0.02, "test": 0.03}
 START = {"cpu": 2.0, "cuda": 20.0}  # seconds that a run takes beside its steps and evaluations
 POPULATION_START = 35.0  # seconds until a population makes its first step: a Python of its own, and compiling
@@ -43,73 +31,8 @@ LEAST_STEPS = 20
 MARGIN, MARGIN_IN_BITS = 0.01, 0.004  # nats per token, and about as much in bits per byte
 TASK_MARGIN = 1.0  # percentage points of accuracy
 TASK_SEQUENCES = 32
-MINUTES = 5.0  # that --continue adds
-SMALLEST = "pico"
 EXTEND = 2  # learning rates more at an end where an arm does best
-LOCAL = 64  # tokens that every other layer of a hybrid sees: half of the smallest size's context
 ANALYSES = 2  # one, and one after more seeds, which the answer itself may propose
-
-
-@dataclass(frozen=True)
-class ComparisonRequest:
-    """What a comparison is asked to be, None where that is left open. Without `minutes` the size fixes what runs are
-    trained on, and nothing depends on how fast a machine is. `final_tokens`: how much of validation and of
-    test is read at the end of a run, 0 for all; `reading`: settings of a corpus that say how its files are read."""
-
-    texts: tuple[str, ...] = ()
-    arms: tuple[str, ...] | None = None
-    minutes: float | None = None
-    seeds: int | None = None
-    size: str | None = None
-    final_tokens: int | None = None
-    reading: dict[str, Any] = field(default_factory=dict)
-    sizes: tuple[str, ...] | None = None
-    tokens_per_parameter: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.sizes is not None:
-            self.refuse_unusable_sizes(self.sizes)
-        elif self.tokens_per_parameter is not None:
-            raise StudyError("--tokens-per-parameter is of --sizes; name two sizes or more, or leave it out.")
-        if self.minutes is not None and not 0 < self.minutes < 1e6:
-            raise StudyError(f"minutes must be a number above 0, but {self.minutes:g} came.")
-        if self.size is not None and self.size not in SIZES:
-            raise StudyError(
-                f"size must be one of {', '.join(SIZES)}{suggest_name(self.size, SIZES)}, but {self.size!r} came."
-            )
-        if self.arms is not None:
-            select_arms(self.arms)
-
-    @property
-    def asks_tasks(self) -> bool:
-        """Whether it is tasks that are compared on; text and tasks together are refused."""
-        tasks = [parse_task(text) for text in self.texts]
-        if any(tasks) and not all(tasks):
-            raise StudyError("tasks are compared by accuracy and texts by loss, but both came; compare them apart.")
-        return any(tasks)
-
-    def refuse_unusable_sizes(self, sizes: tuple[str, ...]) -> None:
-        if self.asks_tasks:
-            raise StudyError("--sizes compares on text, in bits per byte, but a task came; leave --sizes out.")
-        for name, value in (("minutes", self.minutes), ("size", self.size)):
-            if value is not None:
-                raise StudyError(
-                    f"--sizes fixes how many tokens each size gets, so --{name} has nothing to say; leave it out, or "
-                    "set --tokens-per-parameter."
-                )
-        unknown = next((size for size in sizes if size not in SIZES), None)
-        if unknown is not None or len({*sizes}) < max(2, len(sizes)):
-            came = suggest_name(unknown, SIZES) if unknown is not None else ""
-            raise StudyError(
-                f"sizes must be two or more different ones of {', '.join(SIZES)}{came}, but {', '.join(sizes)} came."
-            )
-
-    def fill_defaults(self) -> "ComparisonRequest":
-        """As a comparison is begun; study.json keeps it, by which the same command is known again."""
-        by_size = self.minutes is None and self.sizes is None
-        size = SMALLEST if by_size and self.size is None else self.size
-        own = SIZES[size].seeds if by_size and size is not None else Size.seeds
-        return replace(self, size=size, seeds=own if self.seeds is None else self.seeds)
 
 
 @dataclass(frozen=True)
@@ -145,42 +68,6 @@ class ComparisonPlan:
             f"({millions} M parameters) on {self.tokens:,} tokens each, {rate} a parameter, {self.slots.count} at a "
             f"time; about {format_duration(self.seconds)}, evaluation included."
         )
-
-
-def list_arms() -> dict[str, dict[str, Any]]:
-    """Every arm that has a name, with the settings it changes: each registered mechanism, and a few others."""
-    attention = {
-        **{kind: {"coupling": {"kind": kind}} for kind in register.coupling},
-        **{share: {"share": share} for share in PROJECTIONS if share != "none"},
-        "gqa": {"kv_heads": 2},
-        "mqa": {"kv_heads": 1},
-        **{f"{norm}-norm": {"norm": norm} for norm in register.norm if norm != "none"},
-        **{mix: {"mix": mix} for mix in register.mix if mix != "softmax"},
-        **{name: {"layers": name} for name in register.pattern},
-        "gate": {"gate": "element"},
-        "sinks": {"sinks": True},
-        "xsa": {"exclusive": True},
-        "hybrid": {"layers": [{"window": LOCAL}, {}]},
-        "learned-positions": {"position": "learned"},
-        "short-conv": {"short_conv": 4},
-        "key-shift": {"key_shift": True, "rope_fraction": 0.5},
-    }
-    arms = {name: {"attention": choices} for name, choices in attention.items()}
-    return {BASELINE: {}, **arms, "quack": {"logit_control": {"tau": 1.0}}}
-
-
-def select_arms(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The named arms, the baseline first."""
-    arms = list_arms()
-    for name in names:
-        if name not in arms:
-            raise StudyError(f"there is no arm {name!r}{suggest_name(name, arms)}; there are {', '.join(arms)}.")
-    repeated = next((name for name in names if list(names).count(name) > 1), None)
-    if repeated is not None:
-        raise StudyError(f"the arm {repeated} came twice; two arms that are the same cannot be compared.")
-    if not set(names) - {BASELINE}:
-        raise StudyError(f"a comparison needs an arm besides {BASELINE}; there are {', '.join(arms)}.")
-    return {name: arms[name] for name in dict.fromkeys([BASELINE, *names])}
 
 
 def plan_comparison(
@@ -313,12 +200,6 @@ def make_study(size: str, request: ComparisonRequest, tokens: int) -> StudySpec:
     )
 
 
-def choose_tuning_seeds(seeds: int) -> int:
-    """How many seeds try every learning rate: where few choose for many, a wrong choice that all share makes false
-    alarms, and where three quarters do no more than where all do."""
-    return max(min(seeds, 5), math.ceil(3 * seeds / 4))
-
-
 def adapt_to_tasks(base: Mapping[str, Any], tasks: Sequence[str]) -> dict[str, Any]:
     """Settings for text as they are for tasks, which have a length and symbols of their own; models see both ways where
     one of the tasks asks for what comes later."""
@@ -340,85 +221,13 @@ def plan_sizes(request: ComparisonRequest, known: StudySpec | None = None) -> St
     seeds = request.seeds if request.seeds is not None or known is None else known.seeds
     if request.sizes is None:
         assert known is not None
-        return known.replace(seeds=seeds)
+        return known if request.seeds is None else add_seeds(known, request.seeds)
     rate, entries = request.tokens_per_parameter or TOKENS_PER_PARAMETER, list[dict[str, Any]]()
     for size in sorted(request.sizes, key=[*SIZES].index):
         trial = make_study(size, request, 2**20)
-        run = trial.run(trial.baseline, trial.corpora[0], trial.lrs[0], 0)
-        base = make_study(size, request, round(rate * run.model.parameters())).base
+        base = make_study(size, request, round(rate * trial.first_run.model.parameters())).base
         own = {"corpus": {"limit_bytes": base["corpus"]["limit_bytes"]}, "evaluation": base["evaluation"]}
         entries.append({"name": size, "tokens_per_parameter": rate, "extend": trial.extend} | own)
     values = make_study(entries[0]["name"], replace(request, seeds=seeds), 2**20).to_dict()
     own = {"lrs": [DEFAULT_LR], "extend": 0, "base": {"corpus": SPLITS | request.reading}, "sizes": entries}
     return StudySpec.from_dict(values | own | {"metric": "bits_per_byte", "margin": MARGIN_IN_BITS})
-
-
-# A comparison that is there
-
-
-def refuse_other_request(record: StudyRecord, folder: Path, request: ComparisonRequest) -> None:
-    """Raise if the comparison in the folder is not the one that is asked for; what is left open is as it was."""
-    refuse_other_comparison(record.spec, folder, request)
-    asked, spec = record.asked, record.spec
-    for name, there in (("minutes", [asked.get("minutes")]), ("seeds", [asked.get("seeds"), spec.seeds])):
-        wanted = getattr(request, name)
-        if wanted is not None and wanted not in there:
-            fixed = "tokens that its size fixed" if name == "minutes" else f"{spec.seeds} seeds"
-            told = fixed if there[0] is None else f"{name}={there[0]:g}"
-            raise StudyError(
-                f"{folder} holds a comparison of {told}, but {name}={wanted:g} came; to go on with that one leave "
-                f"--{name} out, to give it more add --continue, and to begin another choose another folder with --out."
-            )
-
-
-def extend_comparison(record: StudyRecord, folder: Path, request: ComparisonRequest, slots: WorkerSlots) -> StudyRecord:
-    """The comparison with so many seeds in all, or with as many more as fit into the minutes by what its runs took.
-
-    What is already planned and not done yet comes first, and the same call again asks for nothing more until it is."""
-    spec = record.spec
-    refuse_other_comparison(spec, folder, request)
-    if request.seeds is not None:
-        return StudyRecord(spec.replace(seeds=request.seeds), record.data, record.asked)
-    minutes = request.minutes or MINUTES
-    done = spec.seeds in read_analyses(folder).seeds
-    if not done and (request.minutes is None or record.asked.get("continued") == minutes):
-        return record
-    ended = read_results(folder, spec)
-    taken = [result.process_seconds for result in ended]
-    if not taken:
-        raise StudyError(
-            f"{folder} has no finished run to reckon with; say how many seeds in all with --continue --seeds, or leave "
-            "--continue out to go on as planned."
-        )
-    each = sum(taken) / len(taken) / slots.count
-    left = 0 if done else count_runs(spec, find_grids(spec, ended)) - len(ended)
-    more = int((60 * minutes / each - left) / len(spec.arms) / len(spec.corpora))
-    spec = spec.replace(seeds=spec.seeds + max(int(done), more))
-    return StudyRecord(spec, record.data, record.asked | {"continued": minutes})
-
-
-def refuse_other_comparison(study: StudySpec, folder: Path, request: ComparisonRequest) -> None:
-    """Raise if what was asked for is not what the comparison in the folder compares."""
-    asked = (
-        ("texts", list(request.texts) if request.texts else None, study.corpora),
-        ("arms", None if request.arms is None else sorted(select_arms(request.arms)), sorted(study.arms)),
-        ("a size", request.size, find_size(study)),
-        ("final_tokens", request.final_tokens, study.base["evaluation"].get("final_tokens", 0)),
-    )
-    kept = study.base["corpus"]
-    asked += tuple((name, value, kept.get(name, "left open")) for name, value in request.reading.items())
-    for what, wanted, there in asked:
-        if wanted is not None and wanted != there:
-            raise StudyError(
-                f"{folder} holds a comparison with {what} {join_words(there)}, but {join_words(wanted)} came; what is "
-                "compared is fixed once it began, so choose another folder with --out."
-            )
-
-
-def join_words(names: str | int | Sequence[str]) -> str:
-    return str(names) if isinstance(names, str | int) else ", ".join(names)
-
-
-def default_comparison_folder(texts: Sequence[str], sizes: Sequence[str] | None = None) -> Path:
-    """Where a comparison lives unless told otherwise."""
-    return Path("comparisons") / (("-".join(Path(text).name for text in texts) or "stdlib") + "-sizes" * bool(sizes))

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from qklab.study.metrics import find_metric
-from qklab.study.records import STUDY, read_results, read_study_record, select_arm
+from qklab.study.records import holds_study, read_results, read_study_record, select_rate
 from qklab.study.spec import StudyError
 from qklab.study.tuning import choose_learning_rates
 from qklab.study.verdict import judge_arms
@@ -19,7 +19,7 @@ def find_models(folders: Sequence[Path], seeds: int) -> dict[str, dict[int, Path
     missing = next((folder for folder in folders if not folder.is_dir()), None)
     if missing is not None:
         raise StudyError(f"there is no folder {missing}; give run directories, Transformers folders or a study.")
-    if any((folder / STUDY).exists() for folder in folders):
+    if any(holds_study(folder) for folder in folders):
         if len(folders) > 1:
             raise StudyError("a study is compared alone, but other folders came with it; leave them out.")
         return find_models_of_study(folders[0])
@@ -38,8 +38,8 @@ def find_models_of_study(folder: Path) -> dict[str, dict[int, Path]]:
     arms = [study.baseline, *(arm for arm in study.arms if arm != study.baseline)]
     for corpus in study.corpora:
         for arm in arms:
-            ended = [r.planned for r in select_arm(results, corpus, arm) if r.status == "finished"]
-            own = [run for run in ended if run.lr == lrs[corpus, arm]]
+            at_rate = select_rate(results, corpus, arm, lrs[corpus, arm])
+            own = [result.planned for result in at_rate if result.status == "finished"]
             if own:
                 name = f"{arm} of {corpus}" if several else arm
                 found[name] = {run.seed: run.folder_in(folder) for run in own}

@@ -93,8 +93,7 @@ class Study:
             yield self
 
     def prepare_corpora(self, display: Display) -> None:
-        first = self.spec.run(self.spec.baseline, self.spec.corpora[0], self.spec.lrs[0], 0)
-        open_scorer(first, self.data)  # says what benchmarks miss
+        open_scorer(self.spec.first_run, self.data)  # says what benchmarks miss
         self.files.prepare_corpora(self.runs.list_corpora(), self.data, display)
 
     def carry_out(self, executor: Executor, display: Display) -> list[RunResult]:

@@ -10,20 +10,12 @@ from typing import Any
 from qklab.runs.progress import format_duration
 from qklab.study.learned import describe_learning_state, describe_pace, has_barely_learned
 from qklab.study.metrics import Metric, find_metric
-from qklab.study.plan import plan_confirming_runs, plan_tuning_runs, write_number, write_rounded
-from qklab.study.records import (
-    LOST,
-    Analyses,
-    RunResult,
-    collect_values,
-    select_arm,
-    sum_up_benchmarks,
-    sum_up_ledger,
-)
+from qklab.study.plan import count_runs, plan_confirming_runs, plan_tuning_runs, write_number, write_rounded
+from qklab.study.records import LOST, Analyses, RunResult, collect_values, select_rate, sum_up_benchmarks, sum_up_ledger
 from qklab.study.spec import StudySpec
 from qklab.study.stats.groups import average_over_tasks
 from qklab.study.stats.paired import false_alarm_bound, find_outlier
-from qklab.study.tuning import ArmTuning, choose_learning_rates, describe_tuning, find_grids
+from qklab.study.tuning import ArmTuning, add_seeds, choose_learning_rates, describe_tuning, find_grids
 from qklab.study.verdict import Verdict, judge_arms
 
 ALIKE = 0.02  # costs that differ by less are called the same: clocks and allocators are no more exact
@@ -135,8 +127,7 @@ def add_verdicts(
         found[arm] = dataclasses.replace(found[arm], sentence=sentence)
     findings.verdicts = found
     words = {arm: verdict.verdict for arm, verdict in found.items()}
-    base = select_arm(results, findings.corpus, study.baseline)
-    base = [r for r in base if r.planned.lr == findings.lrs[study.baseline]]
+    base = select_rate(results, findings.corpus, study.baseline, findings.lrs[study.baseline])
     barely = ", with models that have barely learned" * has_barely_learned(base)
     findings.headline = write_headline(words, study.baseline, findings.corpus + barely)
     findings.notes += describe_learning_state(base, study.baseline)
@@ -267,6 +258,8 @@ def estimate_seconds(study: StudySpec, results: Sequence[RunResult], more: int, 
     """How long so many more seeds of every arm would take, by what runs took so far."""
     each = [result.process_seconds for result in results]
     runs = more * len(study.arms) * len(study.corpora)
+    if analyses.continues:
+        runs = count_runs(add_seeds(study, study.seeds + more)) - count_runs(study)
     return runs * sum(each) / max(1, len(each)) / min(runs, analyses.at_once)
 
 

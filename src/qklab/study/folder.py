@@ -10,9 +10,9 @@ from qklab.data.prepare import prepare_corpus
 from qklab.data.spec import DataSpec
 from qklab.runs.directory import RunDirectory, RunError
 from qklab.runs.progress import Display
-from qklab.study.records import STUDY, StudyRecord, find_difference, read_study_record
+from qklab.study.records import StudyRecord, find_other_plan, holds_study, read_study_record
 from qklab.study.remote import RemoteStudy
-from qklab.study.spec import StudyError, StudySpec, canonicalise
+from qklab.study.spec import StudyError, StudySpec
 
 FIXED = "what is compared is fixed once a run has begun, so choose another folder with --out for another study."
 
@@ -36,9 +36,8 @@ class StudyFolder:
             if self.remote is not None:
                 self.remote.fetch_study()
                 self.remote.fetch_records()
-            has_record = (self.path / STUDY).exists()
             if self.holds_runs() or any((self.path / name).exists() for name in ("run.json", "metrics.jsonl")):
-                if not has_record:
+                if not holds_study(self.path):
                     raise StudyError(f"{self.path} holds runs but no study.json; choose another folder with --out.")
                 self.refuse_other(read_study_record(self.path).spec)
             try:
@@ -61,7 +60,7 @@ class StudyFolder:
             self.remote.send_study()
 
     def refuse_other(self, old: StudySpec) -> None:
-        found = find_difference(canonicalise(old.fixed_settings()), canonicalise(self.spec.fixed_settings()))
+        found = find_other_plan(old, self.spec)
         if found is not None:
             raise StudyError(f"{self.path} holds a study that began {found}; {FIXED}")
         begun = [int(path.parent.name.rpartition("-seed")[2]) for path in self.path.glob("runs/*/*/*-seed*/run.json")]

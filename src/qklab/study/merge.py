@@ -16,13 +16,14 @@ from qklab.study.records import (
     Analyses,
     StudyRecord,
     explain_file_errors,
-    find_difference,
     find_newest_checkpoint,
+    find_other_plan,
+    holds_study,
     read_analyses,
     read_results,
     read_study_record,
 )
-from qklab.study.spec import StudyError, canonicalise
+from qklab.study.spec import StudyError
 from qklab.study.tuning import find_grids
 
 RUNS = "runs/*/*/*/run.json"
@@ -45,17 +46,17 @@ class MergedStudy:
 def merge_studies(folders: Sequence[Path], out: Path) -> MergedStudy:
     """Unite what the folders hold in `out`, which may hold some of it already. Of a run that is in several the first
     that has ended counts, else the one that has come furthest. Nothing is written where anything does not belong."""
-    present = [out] if (out / STUDY).exists() else []
+    present = [out] if holds_study(out) else []
     if len(folders) + len(present) < 2:
         raise StudyError(f"a merge unites two or more folders, but {len(folders)} came; name all slices.")
     slices = list(dict.fromkeys(path.absolute() for path in [*present, *folders]))
     for folder in slices:
-        if not (folder / STUDY).exists():
+        if not holds_study(folder):
             raise StudyError(f"{folder} holds no study: it has no {STUDY}; name folders that qklab study made.")
     whole = Merge(slices, out.absolute())
     parts = [whole]
     for size in (entry["name"] for entry in whole.spec.sizes):
-        begun = [own for folder in slices if ((own := find_size_folder(folder, size)) / STUDY).exists()]
+        begun = [own for folder in slices if holds_study(own := find_size_folder(folder, size))]
         parts += [Merge(begun, find_size_folder(whole.out, size))] if begun else []
     refuse_other_code([run for part in parts for run in part.runs.values()])
     with explain_file_errors(), RunDirectory(out).lock():
@@ -94,9 +95,9 @@ class Merge:
 
 
 def refuse_other_plans(slices: Sequence[Path], records: Sequence[StudyRecord]) -> None:
-    first = canonicalise(records[0].spec.fixed_settings())
+    first = records[0].spec
     for folder, record in zip(slices[1:], records[1:], strict=True):
-        found = find_difference(first, canonicalise(record.spec.fixed_settings()))
+        found = find_other_plan(*sorted((first, record.spec), key=lambda spec: spec.seeds))
         if found is not None:
             raise StudyError(
                 f"{slices[0]} holds a study {found} in {folder}: another plan, whose runs do not compare; merge slices "

@@ -11,7 +11,7 @@ import numpy as np
 from qklab.study.claims import write_count
 from qklab.study.metrics import Metric, find_metric
 from qklab.study.plan import encode_file_name
-from qklab.study.records import RunResult, read_results, read_study_record, select_arm
+from qklab.study.records import RunResult, holds_study, read_results, read_study_record, select_arm, select_rate
 from qklab.study.sizes import SIZES, find_size, name_tokenizer, split_sizes
 from qklab.study.spec import StudySpec
 from qklab.study.stats.paired import Array, separate_diverged
@@ -52,7 +52,7 @@ class StudyPart:
     def __init__(self, study: StudySpec, results: Sequence[RunResult], size: str | None = None):
         self.study, self.results = study, results
         self.lrs = choose_learning_rates(study, results)
-        self.run = study.run(study.baseline, study.corpora[0], study.lrs[0], 0)
+        self.run = study.first_run
         self.parameters = self.run.model.parameters()
         named = find_size(study) if size is None else size
         self.size = named if size is not None or named in SIZES else write_count(self.parameters)
@@ -81,7 +81,7 @@ class StudyPart:
 
     def find_runs(self, corpus: str, arm: str, lr: float | None) -> dict[int, RunResult]:
         rate = self.lrs[corpus, arm] if lr is None else lr
-        return {r.planned.seed: r for r in select_arm(self.results, corpus, arm) if r.planned.lr == rate}
+        return {result.planned.seed: result for result in select_rate(self.results, corpus, arm, rate)}
 
 
 def measure_bytes_per_token(results: Sequence[RunResult], corpus: str) -> float | None:
@@ -101,7 +101,7 @@ def read_parts(folder: Path) -> tuple[StudySpec, list[StudyPart]]:
     parts: list[StudyPart] = []
     for size in split_sizes(study):
         own = find_size_folder(folder, size)
-        if (own / "study.json").exists():
+        if holds_study(own):
             spec = read_study_record(own).spec
             parts.append(StudyPart(spec, read_results(own, spec), size))
     return study, parts

@@ -24,7 +24,7 @@ from qklab.runs.files import describe_file_failure, write_json
 from qklab.schema import format_value
 from qklab.study.metrics import Metric, find_metric
 from qklab.study.plan import PlannedRun
-from qklab.study.spec import StudyError, StudySpec
+from qklab.study.spec import StudyError, StudySpec, canonicalise
 
 FORMAT = 2
 STUDY, ANALYSES = "study.json", "analyses.json"
@@ -110,12 +110,17 @@ def select_arm(results: Sequence[RunResult], corpus: str, arm: str) -> list[RunR
     return [result for result in results if (result.planned.corpus, result.planned.arm) == (corpus, arm)]
 
 
+def select_rate(results: Sequence[RunResult], corpus: str, arm: str, lr: float | None) -> list[RunResult]:
+    """The results of an arm on a corpus at one learning rate; none where none could be chosen."""
+    return [result for result in select_arm(results, corpus, arm) if result.planned.lr == lr]
+
+
 def collect_values(
     study: StudySpec, results: Sequence[RunResult], lrs: Mapping[tuple[str, str], float | None], corpus: str, arm: str
 ) -> dict[int, float]:
     """Seed → the metric on test text at the learning rate that was chosen."""
     lr, metric = lrs[corpus, arm], find_metric(study.metric)
-    return {r.planned.seed: r.value(metric) for r in select_arm(results, corpus, arm) if r.planned.lr == lr}
+    return {result.planned.seed: result.value(metric) for result in select_rate(results, corpus, arm, lr)}
 
 
 def sum_up_ledger(results: Sequence[RunResult], corpus: str, arm: str, lrs: Sequence[float]) -> dict[str, Any]:
@@ -141,7 +146,7 @@ def sum_up_benchmarks(
 ) -> dict[str, dict[str, float | None]]:
     """Benchmark → what an arm scores at its learning rate, in points of 100: the mean over seeds, its standard error
     where there are several, and chance where that is known."""
-    runs = [r for r in select_arm(results, corpus, arm) if r.planned.lr == lr]
+    runs = select_rate(results, corpus, arm, lr)
     own = [r.summary["evaluation"]["test"].get("benchmarks", {}) for r in runs if r.status == "finished"]
     found: dict[str, dict[str, float | None]] = {}
     for name in own[0] if own else ():
@@ -156,6 +161,10 @@ def sum_up_benchmarks(
 
 
 # study.json
+
+
+def holds_study(folder: Path) -> bool:
+    return (folder / STUDY).exists()
 
 
 @dataclass(frozen=True)
@@ -210,6 +219,13 @@ def find_difference(before: Any, now: Any, name: str = "") -> str | None:
     return None
 
 
+def find_other_plan(before: StudySpec, now: StudySpec) -> str | None:
+    """What two specs of a study may not differ in; where there are more seeds in one, more of them may tune."""
+    if (now.seeds - before.seeds) * (now.tuning_seeds - before.tuning_seeds) > 0:
+        before = before.replace(seeds=now.seeds, tuning_seeds=now.tuning_seeds)
+    return find_difference(canonicalise(before.fixed_settings()), canonicalise(now.fixed_settings()))
+
+
 @contextmanager
 def explain_file_errors() -> Iterator[None]:
     """A disk that refuses becomes one sentence."""
@@ -244,6 +260,11 @@ class Analyses:
     def seeds(self) -> list[int]:
         return [analysis.seeds for analysis in self.taken]
 
+    @property
+    def continues(self) -> bool:
+        """Whether the command adds seeds that tune, as `compare --continue` does."""
+        return " --continue " in self.command
+
     def add(self, seeds: int, at_once: int, command: str, run_seconds: float | None = None) -> "Analyses":
         """With one at so many seeds; judging the same seeds again is no new analysis."""
         now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
@@ -256,7 +277,7 @@ class Analyses:
 
     def write(self, folder: Path) -> None:
         write_json(folder / ANALYSES, asdict(self))
-        if (folder / STUDY).exists():
+        if holds_study(folder):
             replace(read_study_record(folder), judged=self.seeds).write(folder)
 
 
@@ -265,7 +286,7 @@ def read_analyses(folder: Path) -> Analyses:
     none."""
     path = folder / ANALYSES
     if not path.exists():
-        judged = read_study_record(folder).judged if (folder / STUDY).exists() else []
+        judged = read_study_record(folder).judged if holds_study(folder) else []
         return Analyses(tuple(Analysis(seeds, LOST) for seeds in judged))
     try:
         record = json.loads(path.read_text(encoding="utf-8"))

@@ -130,7 +130,7 @@ def resolve_size(study: StudySpec, entry: Mapping[str, Any]) -> StudySpec:
         base=base | {"budget": {"tokens": 2**20}},
     )
     try:
-        parameters = part.run(part.baseline, part.corpora[0], part.lrs[0], 0).model.parameters()
+        parameters = part.first_run.model.parameters()
     except SpecError as error:
         raise SpecError(f"size {name}: {error}", error.field, error.nearest) from None
     return part.replace(base=base | {"budget": {"tokens": round(rate * parameters)}})
@@ -152,7 +152,7 @@ def describe_tokenizer(corpus: DataSpec) -> str:
 
 def find_size(study: StudySpec) -> str:
     """The size the models of a comparison are of."""
-    run = study.run(study.baseline, study.corpora[0], study.lrs[0], 0)
+    run = study.first_run
     model = run.model
     for name, size in SIZES.items():
         shape = size.settings["model"]

@@ -230,6 +230,11 @@ class StudySpec(Spec):
                         "metric",
                     )
 
+    @property
+    def first_run(self) -> RunSpec:
+        """One of the baseline's, off which is read what all runs have in common."""
+        return self.run(self.baseline, self.corpora[0], self.lrs[0], 0)
+
     def run(self, arm: str, corpus: str, lr: float, seed: int) -> RunSpec:
         """One run of the study."""
         own = {"corpus": {"source": corpus}, "optimiser": {"lr": lr}, "seed": seed}

@@ -13,6 +13,21 @@ from qklab.study.stats.tuning import RateSensitivity, find_best_rates, measure_s
 Losses = Mapping[tuple[str, float], Mapping[int, float]]  # (arm, learning rate) → seed → validation loss
 
 
+def choose_tuning_seeds(seeds: int) -> int:
+    """How many seeds try every learning rate: where few choose for many, a wrong choice that all share makes false
+    alarms, and where three quarters do no more than where all do."""
+    return max(min(seeds, 5), math.ceil(3 * seeds / 4))
+
+
+def add_seeds(spec: StudySpec, seeds: int) -> StudySpec:
+    """The study with so many seeds; those that are added tune too, as far as a new comparison's would, since a rate
+    that few chose for many makes false alarms."""
+    if seeds == spec.seeds:
+        return spec
+    within = max if seeds > spec.seeds else min
+    return spec.replace(seeds=seeds, tuning_seeds=within(spec.tuning_seeds, choose_tuning_seeds(seeds)))
+
+
 def collect_tuning_losses(study: StudySpec, results: Sequence[RunResult], corpus: str) -> Losses:
     """The validation losses of the seeds that tune; inf where a run diverged."""
     loss, found = find_metric("loss"), dict[tuple[str, float], dict[int, float]]()

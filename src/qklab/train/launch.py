@@ -24,12 +24,7 @@ from qklab.train.open import OpenRun, group_by_step, open_runs
 from qklab.train.population import PopulationTrainer, refuse_population
 from qklab.train.ranks import call_on_first_rank, share_failures
 from qklab.train.recorder import RunRecorder
-from qklab.train.recover import (
-    describe_lost_steps,
-    discard_summary,
-    find_lost_steps,
-    has_tokenizer,
-)
+from qklab.train.recover import describe_lost_steps, discard_summary, find_lost_steps, has_tokenizer
 from qklab.train.resume import read_begun_run, refuse_other_spec
 from qklab.train.score import Scorer, add_benchmarks, describe_benchmarks, open_scorer
 from qklab.train.spec import ExecutionSpec, RunSpec

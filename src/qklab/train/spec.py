@@ -14,16 +14,7 @@ from qklab.model.decoder import RECOMPUTE, Recompute
 from qklab.model.spec import DecoderSpec
 from qklab.optim.spec import LogitControlSpec, OptimiserSpec, ScheduleSpec
 from qklab.runs.sinks import SINKS
-from qklab.schema import (
-    Rule,
-    Spec,
-    checked_field,
-    choice_field,
-    integer_field,
-    number_field,
-    spec_field,
-    suggest_name,
-)
+from qklab.schema import Rule, Spec, checked_field, choice_field, integer_field, number_field, spec_field, suggest_name
 
 DEFAULT_TOKENS = 4_000_000
 FINAL_SHARE = 8  # the final evaluation of a split reads a token for so many of training: 4 % of the steps' time

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -97,14 +97,10 @@ class LayerWalk:
                 self.states.append(args[0] if args else kwargs["hidden_states"])
             calls.append((args[1:], {name: value for name, value in kwargs.items() if name != "hidden_states"}))
 
-        handles = [
-            block.register_forward_pre_hook(lambda _, a, kw: before(a, kw), with_kwargs=True) for block in blocks
-        ]
-        try:
+        with ExitStack() as hooks:
+            for block in blocks:
+                hooks.enter_context(hook_calls(block, before))
             model.base_model(**batch, use_cache=False)
-        finally:
-            for handle in handles:
-                handle.remove()
         self.calls.append(calls)
 
     def observe(self, block: nn.Module, attention: nn.Module) -> LayerRecord:

@@ -28,8 +28,8 @@ from qklab.hf.convert.text import TokenWindows, count_words, describe_losses, me
 from qklab.hf.evaluate import load_for_evaluation
 from qklab.hf.export import new_folder, refuse_occupied
 from qklab.hf.families import text_config
+from qklab.hf.heads import QKLabForCausalLM
 from qklab.hf.llama import rewrite_as_llama
-from qklab.hf.model import QKLabForCausalLM
 from qklab.runs.environment import describe_environment, find_commit
 from qklab.runs.files import lock_file, write_json
 from qklab.runs.progress import Display

@@ -12,16 +12,7 @@ from qklab.attention.look_back import LookbackCoupling
 from qklab.attention.spec import AttentionSpec
 from qklab.hf.families import find_convertible, text_config
 from qklab.hf.layout import ConvertibleFamily
-from qklab.schema import (
-    MISSING,
-    Rule,
-    Spec,
-    boolean_field,
-    choice_field,
-    integer_field,
-    number_field,
-    spec_field,
-)
+from qklab.schema import MISSING, Rule, Spec, boolean_field, choice_field, integer_field, number_field, spec_field
 
 VERSION = 2  # of the record; the first one had no number
 MERGES = ("least-squares", "mean")

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from qklab.ops.convolution import reference
 from qklab.ops.dispatch import Impl, choose_impl
+from qklab.ops.heads import check_heads, find_precision, object_to_wide
 
 WIDEST = 128  # head of the kernel
 EASY, MOST_BYTES = 64, 227 * 2**10  # beyond heads of 64 it takes all the shared memory that a block has on an H200
@@ -42,14 +43,13 @@ def convolve_heads(
     Products are taken in autocast's dtype or the weights' own, summed in float32 (float64 for float64 inputs), and
     results rounded once. The kernel keeps its inputs for the backward and nothing else.
     """
-    check_convolution(q, k, weight, bias, temperature, positions, kept, members)
-    device = q.device.type
-    cast = torch.is_autocast_enabled(device) and weight.dtype != torch.float64
-    precision = torch.get_autocast_dtype(device) if cast else weight.dtype
-    obstacle, objection = find_convolution_obstacle(q, precision, kept), find_convolution_objection(precision)
-    if choose_impl("convolve_heads", impl, q.device, obstacle, objection) == "reference":
-        return reference.convolve_heads(q, k, weight, bias, temperature, positions, eps, kept, members)
-    return _convolve_heads(q, k, weight, bias, temperature, positions, eps, precision, members or 1)
+    tensors = q, k, weight, bias, temperature, positions
+    check_convolution(*tensors, kept, members)
+    precision = find_precision(weight)
+    obstacle = find_convolution_obstacle(q, precision, kept)
+    if choose_impl("convolve_heads", impl, q.device, obstacle, object_to_wide(precision)) == "reference":
+        return reference.convolve_heads(*tensors, eps, kept, members)
+    return _convolve_heads(*tensors, eps, precision, members or 1)
 
 
 def find_convolution_obstacle(q: Tensor, precision: torch.dtype, kept: tuple[Tensor, Tensor] | None) -> str | None:
@@ -75,13 +75,6 @@ def find_shared_memory(device: torch.device) -> int:
 setattr(find_shared_memory, "_dynamo_marked_constant", True)  # noqa: B010
 
 
-def find_convolution_objection(precision: torch.dtype) -> str | None:
-    """Why the kernel, although it could, is not taken unless asked for."""
-    if precision.itemsize > 2:
-        return "the products are wider than 16 bits"
-    return None
-
-
 def check_convolution(
     q: Tensor,
     k: Tensor,
@@ -92,23 +85,15 @@ def check_convolution(
     kept: tuple[Tensor, Tensor] | None,
     members: int | None,
 ) -> None:
-    if q.dim() != 4 or k.dim() != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
-        raise ValueError(
-            "q must have shape [batch, tokens, heads, width] and k [batch, tokens, groups, width], "
-            f"but {list(q.shape)} and {list(k.shape)} came."
-        )
+    check_heads(q, k, members)
     B, T, H, D = q.shape
     G = k.shape[2]
-    if G == 0 or H % G:
-        raise ValueError(f"the key heads must divide the {H} query heads, but {G} came.")
     if q.dtype != k.dtype or not q.is_floating_point() or not q.device == k.device == weight.device == positions.device:
         raise ValueError(
             "q and k must be floating-point tensors of one dtype, on one device with weights and positions, "
             f"but {q.dtype} on {q.device}, {k.dtype} on {k.device}, weights on {weight.device} and positions on "
             f"{positions.device} came."
         )
-    if members is not None and (members < 1 or B % members):
-        raise ValueError(f"members must be at least 1 and divide the {B} rows, but {members} came.")
     lead = () if members is None else (members,)
     shapes = {"weight": (H + G, 3 * D, D), "bias": (H + G, D), "temperature": (G,)}
     for (name, shape), parameter in zip(shapes.items(), (weight, bias, temperature), strict=True):
@@ -121,21 +106,18 @@ def check_convolution(
             raise ValueError(f"kept must be of shape {[B, 2, *x.shape[2:]]}, but {list(before.shape)} came.")
 
 
-@torch.library.custom_op("qklab::convolve_heads", mutates_args=())
-def _convolve_heads(
-    q: Tensor,
-    k: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    temperature: Tensor,
-    positions: Tensor,
-    eps: float,
-    precision: torch.dtype,
-    members: int,
-) -> tuple[Tensor, Tensor]:
+# what both operators take: `triton.Convolution` says what it is
+GIVEN = (
+    "Tensor q, Tensor k, Tensor weight, Tensor bias, Tensor temperature, Tensor positions, float eps, "
+    "ScalarType precision, SymInt members"
+)
+
+
+@torch.library.custom_op("qklab::convolve_heads", mutates_args=(), schema=f"({GIVEN}) -> (Tensor, Tensor)")
+def _convolve_heads(*given: Any) -> tuple[Tensor, Tensor]:
     from qklab.ops.convolution.triton import run_convolution
 
-    return run_convolution(q, k, weight, bias, temperature, positions, eps, precision, members)
+    return run_convolution(*given)
 
 
 @_convolve_heads.register_fake
@@ -143,32 +125,20 @@ def _(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
-@torch.library.custom_op("qklab::convolve_heads_backward", mutates_args=())
-def _convolve_heads_backward(
-    dq: Tensor,
-    dk: Tensor,
-    q: Tensor,
-    k: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    temperature: Tensor,
-    positions: Tensor,
-    eps: float,
-    precision: torch.dtype,
-    members: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+BACKWARD = f"(Tensor dq, Tensor dk, {GIVEN}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+
+
+@torch.library.custom_op("qklab::convolve_heads_backward", mutates_args=(), schema=BACKWARD)
+def _convolve_heads_backward(*given: Any) -> tuple[Tensor, ...]:
     """The gradients of q, k, weight, bias and temperature, in the dtype of each."""
     from qklab.ops.convolution.triton import run_convolution_backward
 
-    given = q, k, weight, bias, temperature, positions, eps, precision, members
-    return run_convolution_backward(dq, dk, *given)
+    return run_convolution_backward(*given)
 
 
 @_convolve_heads_backward.register_fake
-def _(
-    dq: Tensor, dk: Tensor, q: Tensor, k: Tensor, weight: Tensor, bias: Tensor, temperature: Tensor, *_: Any
-) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in (q, k, weight, bias, temperature))
+def _(dq: Tensor, dk: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in given[:5])
 
 
 def keep_operands(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from qklab.ops.coupling import reference
 from qklab.ops.dispatch import Impl, choose_impl
+from qklab.ops.heads import check_heads, find_precision, object_to_wide
 from qklab.schema import suggest_name
 
 WIDEST = 128  # head of the kernel
@@ -73,11 +74,9 @@ def couple(
     rounded once. The kernel keeps q, k and the weights for the backward and nothing else.
     """
     check_coupling(q, k, kind, networks, step, steps, norm, angles, members)
-    device = q.device.type
-    cast = torch.is_autocast_enabled(device) and q.dtype != torch.float64
-    precision = torch.get_autocast_dtype(device) if cast else q.dtype
-    obstacle, objection = find_coupling_obstacle(q, networks, precision), find_coupling_objection(precision)
-    if choose_impl("couple", impl, q.device, obstacle, objection) == "reference":
+    precision = find_precision(q)
+    obstacle = find_coupling_obstacle(q, networks, precision)
+    if choose_impl("couple", impl, q.device, obstacle, object_to_wide(precision)) == "reference":
         return reference.couple(
             q, k, kind, networks, step, steps, scale_limit, norm, angles, turn_key and angles is not None, precision,
             members,
@@ -128,13 +127,6 @@ def count_bytes(network: Network, precision: torch.dtype) -> int:
     return (1 + outer) * rows * columns * precision.itemsize
 
 
-def find_coupling_objection(precision: torch.dtype) -> str | None:
-    """Why the kernel, although it could, is not taken unless asked for; README.md has what was measured."""
-    if precision.itemsize > 2:
-        return "the products are wider than 16 bits"
-    return None
-
-
 def check_coupling(
     q: Tensor,
     k: Tensor,
@@ -149,22 +141,14 @@ def check_coupling(
     if kind not in reference.MAPS:
         known = ", ".join(reference.MAPS)
         raise ValueError(f"kind must be one of {known}{suggest_name(kind, reference.MAPS)}, but {kind!r} came.")
-    if q.dim() != 4 or k.dim() != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
-        raise ValueError(
-            "q must have shape [batch, tokens, heads, width] and k [batch, tokens, groups, width], "
-            f"but {list(q.shape)} and {list(k.shape)} came."
-        )
-    B, T, H, D = q.shape
+    check_heads(q, k, members)
+    B, T, _, D = q.shape
     G = k.shape[2]
-    if G == 0 or H % G:
-        raise ValueError(f"the key heads must divide the {H} query heads, but {G} came.")
     if q.dtype != k.dtype or q.device != k.device or not q.is_floating_point():
         raise ValueError(
             "q and k must be floating-point tensors of one dtype on one device, "
             f"but {q.dtype} on {q.device} and {k.dtype} on {k.device} came."
         )
-    if members is not None and (members < 1 or B % members):
-        raise ValueError(f"members must be at least 1 and divide the {B} rows, but {members} came.")
     lead = () if members is None else (members,)
     if steps < 1:
         raise ValueError(f"steps must be at least 1, but {steps} came.")

@@ -76,7 +76,7 @@ def attend_fused(
         return o, lse.contiguous()
     joint = torch.logaddexp(lse, sinks.to(lse.dtype)[..., None])
     share = (lse - joint).exp().transpose(1, 2)[..., None]
-    return (o * share).to(o.dtype), joint
+    return torch.mul(o, share, out=o), joint  # in the wider dtype, rounded once, in one pass
 
 
 @attend_fused.register_fake

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -28,7 +27,7 @@ from qklab.data.prepare import prepare_corpus
 from qklab.runs.files import describe_os_error
 from qklab.study.executors import ATTEMPTS, SAVING, Attempts, RunTask, Unit, WorkerSlots
 from qklab.study.executors.local import LocalExecutor
-from qklab.study.records import read_study_record
+from qklab.study.records import holds_study, read_study_record
 from qklab.study.remote import RemoteStudy
 from qklab.study.spec import StudyError
 from qklab.train.spec import RunSpec
@@ -274,7 +273,7 @@ def refuse_unfit_node(order: NodeOrder, node: str) -> None:
             f"the node {node} has qklab {qklab.__version__}, but the study was started with {order.version}; install "
             "the same version on all nodes."
         )
-    record = read_study_record(unit.study) if Path(unit.study, "study.json").exists() else None
+    record = read_study_record(unit.study) if holds_study(unit.study) else None
     if record is None or record.spec.fingerprint != unit.fingerprint:
         raise StudyError(f"the node {node} does not see this study in {unit.study}; {SHARED}")
     for spec in {RunSpec.from_dict(task.spec).corpus for task in unit.tasks}:

@@ -1,44 +1,17 @@
-"""What decoding keeps of past tokens: exactly the tensors the spec needs, preallocated, and not a byte more.
-
-A cache starts with room for `tokens` tokens. Filled beyond that it grows, over-allocating by at most half
-(`spare_bytes` says by how much), or with `grow=False` refuses before anything is written. A `StaticCache` never moves:
-its length is a tensor, so that one compiled graph serves every step.
-
-What only the last n tokens matter for is kept in a ring of n + `drafts` slots, token p in slot p modulo that many: n is
-W − 1 for keys and values that are seen through a window of W tokens, and what `token_rings` says for what is looked
-back on. A filled ring can so be cropped by `drafts` tokens, one unless more are asked for, and by no more. A single new
-token reads a window's ring as it lies; several at once are read behind the last W − 1 before them, put in order.
-
-Caches are for inference: decode under `torch.no_grad()`. With gradients on, the first chunk backpropagates as a full
-forward does; once later tokens are written beside it torch refuses to, rather than give a wrong gradient.
-"""
+"""A cache that grows: past tokens of one layer, all of them or those that a window shows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from qklab.attention.past import TokenRing
+from qklab.attention.cache.ring import CacheSlots, TokenRing, number_ring, put_behind
 
 if TYPE_CHECKING:
     from qklab.attention.spec import AttentionSpec
-
-
-class CacheSlots(NamedTuple):
-    """Where new tokens will stand among those that `Cache.append` returns, by their numbers in the row."""
-
-    new: Tensor  # [T]
-    every: Tensor  # [S], of all slots; below 0 where nothing stands yet
-    filled: Tensor | None = None  # how many tokens there will be, where slots are not the first, second, … of them
-    first: int | Tensor = 0  # number of the first slot, where these are the last tokens in order
-
-
-def number_ring(total: Tensor, slots: int) -> Tensor:
-    """Which of `total` tokens each slot holds, where token p stands in slot p mod slots: [slots]."""
-    return total - 1 - (total - 1 - torch.arange(slots, device=total.device)) % slots
 
 
 class Cache:
@@ -156,12 +129,7 @@ class Cache:
         past = torch.arange(length - self.count_past(), length, device=new[0].device) % self.capacity
         own = torch.arange(end - kept, end, device=new[0].device) % self.capacity
         alone = tokens == 1 and length > 0
-        seen = self.tensors
-        if not alone:
-            seen = [
-                torch.cat([tensor[:, past], value.to(tensor.dtype)], 1)
-                for tensor, value in zip(self.tensors, new, strict=True)
-            ]
+        seen = self.tensors if alone else put_behind(self.tensors, past, new)
         for tensor, value in zip(self.tensors, new, strict=True):
             tensor[:, own] = value[:, tokens - kept :].to(tensor.dtype)
         self.length = end
@@ -255,152 +223,6 @@ class Cache:
             ring.tensor = ring.tensor.index_select(0, rows)
         if self.left_padding is not None:
             self.left_padding = self.left_padding.index_select(0, rows)
-
-
-class KeyValueCache(Cache):
-    """Keys and values: 2GD elements per token."""
-
-    @staticmethod
-    def widths(spec: AttentionSpec) -> tuple[int, ...]:
-        return (spec.kv_heads * spec.head_width,) * 2
-
-
-class SharedCache(Cache):
-    """Keys that are also the values: GD elements per token."""
-
-    @staticmethod
-    def widths(spec: AttentionSpec) -> tuple[int, ...]:
-        return (spec.kv_heads * spec.head_width,)
-
-
-class LatentCache(Cache):
-    """MLA's latent and the rotary key all heads share: d_c + d_rope elements per token."""
-
-    @staticmethod
-    def widths(spec: AttentionSpec) -> tuple[int, ...]:
-        assert spec.latent is not None
-        return (spec.latent.kv_rank + spec.latent.rope_width,)
-
-    @staticmethod
-    def heads(spec: AttentionSpec) -> int:
-        return 1
-
-
-class StaticCache(Cache):
-    """A cache of fixed room for torch.compile and CUDA graphs: no tensor is ever replaced, and its length is a tensor.
-
-    The first chunk is attended to as it came; after that all `capacity` slots are read and those not yet filled are
-    masked. What lies beyond the capacity is not noticed in a compiled graph: the caller makes the room large enough.
-    """
-
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        batch: int,
-        tokens: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        drafts: int = 1,
-    ):
-        super().__init__(spec, batch, tokens, dtype, device, grow=False, drafts=drafts)
-        self.filled = torch.zeros((), dtype=torch.long, device=device)
-        self.left_padding: Tensor | None = torch.zeros(batch, dtype=torch.long, device=device)
-        self.fresh = True
-        self._farthest: int | Tensor = torch.zeros_like(self.filled)
-
-    @staticmethod
-    def widths(spec: AttentionSpec) -> tuple[int, ...]:
-        return cache_class(spec).widths(spec)
-
-    @staticmethod
-    def heads(spec: AttentionSpec) -> int:
-        return cache_class(spec).heads(spec)
-
-    @property
-    def started(self) -> bool:
-        return not self.fresh
-
-    @property
-    def length(self) -> int:
-        return int(self.filled)
-
-    @length.setter
-    def length(self, length: int) -> None:
-        self.filled.fill_(length)
-        self.fresh = length == 0
-        if self.fresh:
-            torch.as_tensor(self._farthest).zero_()
-
-    def append(self, *new: Tensor) -> list[Tensor]:
-        """As `Cache.append`, but after the first chunk all slots are returned, filled or not."""
-        self.check(*new)
-        tokens = new[0].shape[1]
-        if self.keep(tokens) > self.capacity:
-            raise ValueError(
-                f"the cache has room for {self.capacity} tokens, but {tokens} came; make it with tokens={tokens}."
-            )
-        seen = list(new) if self.fresh else self.tensors
-        if not self.fresh and self.orders(tokens):
-            past = self.filled - self.capacity + 1 + torch.arange(self.capacity - 1, device=self.filled.device)
-            seen = [
-                torch.cat([tensor[:, past % self.capacity], value.to(tensor.dtype)], 1)
-                for tensor, value in zip(self.tensors, new, strict=True)
-            ]
-        kept = min(tokens, self.capacity)
-        own = (self.filled + torch.arange(tokens - kept, tokens, device=self.filled.device)) % self.capacity
-        for tensor, value in zip(self.tensors, new, strict=True):
-            tensor.index_copy_(1, own, value[:, tokens - kept :].detach().to(tensor.dtype))
-        self.filled.add_(tokens)
-        self.fresh = False
-        return seen
-
-    def orders(self, tokens: int) -> bool:
-        """Whether so many new tokens are read behind those of a ring put in order, which a single one need not be."""
-        return self.ring_size == self.capacity and tokens > 1
-
-    def recall(self) -> list[Tensor]:
-        return [ring.read(self.filled) for ring in self.rings]
-
-    def remember(self, seen: Sequence[Tensor]) -> None:
-        for ring, new in zip(self.rings, seen, strict=True):
-            ring.write(new.detach(), self.filled)
-        if self.rings or self.window is not None:
-            torch.as_tensor(self._farthest).clamp_(min=self.filled)
-
-    def slots(self, tokens: int) -> CacheSlots:
-        new = torch.arange(tokens, device=self.filled.device)
-        if self.fresh:
-            return CacheSlots(new, new)
-        new = new + self.filled
-        if self.orders(tokens):
-            first = self.filled - self.capacity + 1
-            every = first + torch.arange(self.capacity - 1 + tokens, device=self.filled.device)
-            return CacheSlots(new, every, first=first)
-        total = self.filled + tokens
-        if self.window is None:
-            return CacheSlots(new, torch.arange(self.capacity, device=self.filled.device), total)
-        return CacheSlots(new, number_ring(total, self.capacity), total)
-
-    def take(self, rows: Tensor) -> None:
-        """In place where the number of rows stays, so that compiled graphs still find the tensors."""
-        if len(rows) != self.batch:
-            super().take(rows)
-            return
-        assert self.left_padding is not None
-        for tensor in (*self.owned_tensors, self.left_padding):
-            tensor.copy_(tensor.index_select(0, rows))
-
-    def clear(self) -> None:
-        """Forget everything, and the padding too."""
-        assert self.left_padding is not None
-        self.length = 0
-        self.left_padding.zero_()
-
-
-def cache_class(spec: AttentionSpec) -> type[Cache]:
-    if spec.latent is not None:
-        return LatentCache
-    return SharedCache if spec.key_is_value else KeyValueCache
 
 
 def check_padding(left_padding: Tensor, batch: int) -> Tensor:

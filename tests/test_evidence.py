@@ -47,15 +47,25 @@ def copied(tmp_path: Path) -> Path:
     return tmp_path / "evidence"
 
 
+def keep_only(evidence: Path, *names: str) -> None:
+    """Without the records of all other studies, and the page without the sentences that speak of them."""
+    for records in evidence.glob(f"*/{RECORDS}"):
+        if records.parent.name not in names:
+            records.unlink()
+    page = evidence.parent / "docs/evidence.md"
+    page.write_text(re.sub(r"<!-- (?!table: )[a-z0-9]+: ", "<!-- ", page.read_text(encoding="utf-8")))
+
+
 def test_a_changed_record_changes_its_tables_and_a_lost_one_is_not_made_up(copied: Path) -> None:
+    keep_only(copied, "sharing-pico", "headline-pico")
     folder = copied / "sharing-pico"
     lines = read_records(folder)
     own = [record for record in lines if record["place"] == "wikipedia/q=k=v/lr0.009-seed0"]
     own[0]["summary"]["evaluation"]["test"]["loss"] += 0.1
     others = [record for record in lines if not record["place"].startswith("wikipedia/q=k/")]
     write_records(folder, others)
-    for path in (folder / "README.md", copied.parent / "docs/evidence.md"):  # sentences that would miss it
-        path.write_text(path.read_text(encoding="utf-8").replace("perplexity: sharing-pico q=k standard", ""))
+    own_page = folder / "README.md"  # with a sentence that would miss it
+    own_page.write_text(own_page.read_text(encoding="utf-8").replace("perplexity: sharing-pico q=k standard", ""))
     files = load_build(copied).build()
     table, page = files[copied / "sharing-pico/README.md"], files[copied.parent / "docs/evidence.md"]
     before = (ROOT / "evidence/sharing-pico/README.md").read_text(encoding="utf-8")
@@ -89,9 +99,8 @@ def write_spaces(page: str) -> str:
 
 
 def test_a_published_difference_in_points_stands_beside_the_mean_over_tasks(copied: Path) -> None:
+    keep_only(copied)
     build = load_build(copied)
-    for records in copied.glob(f"b8-*/{RECORDS}"):
-        records.unlink()
     lost = {"standard": 0.0, "q=k": 0.001, "q=k 2-D": -0.02, "k=v": 0.03, "q=k=v": 0.07, "q=k=v 2-D": 0.0}
     words = ["reproduced", "reproduced", "refuted", "smaller than published", "refuted"]
     for widths in ([64], [32, 64, 256]):
@@ -109,21 +118,20 @@ def test_a_published_difference_in_points_stands_beside_the_mean_over_tasks(copi
     assert "| the mean of 5 corpora: % of the answers right (chance 10.0) |" in files[copied / "b8-2x64/README.md"]
     edge = read_records(copied / "b8-2x32")
     write_records(copied / "b8-2x32", [line for line in edge if "-seed4" not in line["place"]])  # four seeds
-    claims = {claim["id"]: claim for claim in json.loads(build.build()[copied / "results.json"])["claims"]}
-    assert {figure["word"] for figure in claims["B8"]["figures"]} == {"open"}
+    assert {figure["word"] for figure in judge(copied)["B8"]} == {"open"}
     # now k=v's best rate is the last that was tried
     for line in edge:
         for rate, loss in (("0.001", 3.0), ("0.0003", 0.5)):
             if f"/k=v/lr{rate}-" in line["place"]:
                 line["summary"]["evaluation"]["valid"]["loss"] = loss
     write_records(copied / "b8-2x32", edge)
-    claims = {claim["id"]: claim for claim in json.loads(build.build()[copied / "results.json"])["claims"]}
-    assert {figure["arm"]: figure["word"] for figure in claims["B8"]["figures"]}["k=v"] == "open"
+    assert {figure["arm"]: figure["word"] for figure in judge(copied)["B8"]}["k=v"] == "open"
 
 
 def test_a_published_value_of_a_probe_stands_beside_what_runs_recorded(copied: Path) -> None:
-    build = load_build(copied)
-    for study in ("headline-pico", "headline-nano", "headline-micro"):
+    studies = "headline-pico", "headline-nano", "headline-micro"
+    keep_only(copied, *studies)
+    for study in studies:
         lines = read_records(copied / study)
         for line in (line for line in lines if line["probes"]):
             seed, arm = int(line["place"].rpartition("-seed")[2]), line["place"].split("/")[1]
@@ -131,17 +139,14 @@ def test_a_published_value_of_a_probe_stands_beside_what_runs_recorded(copied: P
             layers["key_value_cosine"] = [0.7 + 0.01 * seed, 0.72 + 0.01 * seed]
             layers["entropy"] = [9.0, 2.0 + 0.5 * (arm == "leapfrog") + 0.01 * seed * (arm == "leapfrog"), 9.0]
         write_records(copied / study, lines)
-    claims = {claim["id"]: claim for claim in json.loads(build.build()[copied / "results.json"])["claims"]}
+    claims = judge(copied)
     nano = {
-        figure["probe"]: own
-        for figure in claims["B7"]["figures"]
-        for own in figure["measured"][::-1]
-        if own["size"] == "nano"
+        figure["probe"]: own for figure in claims["B7"] for own in figure["measured"][::-1] if own["size"] == "nano"
     }
     assert nano["key_value_cosine"]["effect"][0] == pytest.approx(0.73)
     low, high = nano["key_value_cosine"]["effect"][1:]
     assert (0.73 - low, high - 0.73) == (pytest.approx(2.776445 * 0.0158114 / 5**0.5, abs=1e-4),) * 2
-    entropy = claims["A8"]["figures"][0]
+    entropy = claims["A8"][0]
     assert (entropy["arm"], entropy["measured"][0]["effect"][0]) == ("leapfrog", pytest.approx(0.52))
     assert entropy["so_far"].startswith("seen")
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from small_study import InProcess, fabricate, read_comparable
 
+from qklab import register
 from qklab.cli import main
 from qklab.cli.study import StudyCommand
 from qklab.data.spec import DataError
@@ -309,13 +310,16 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+SMALL = {"model": {"recipe": "nano", "layers": 1, "width": 16, "context": 32}, "corpus": {"vocab": 300}}
+
+
 @pytest.mark.long
 def test_compare_answers_is_continued_and_reports(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    shape = {"model": {"recipe": "nano", "layers": 1, "width": 16, "context": 32}, "corpus": {"vocab": 300}}
-    small = dataclasses.replace(sizes.SIZES["pico"], settings=sizes.SIZES["pico"].settings | shape)
+    pico = sizes.SIZES["pico"]
+    small = dataclasses.replace(pico, settings=pico.settings | SMALL, lrs=pico.lrs[:2])
     for module in ("sizes", "compare", "request"):
         monkeypatch.setattr(f"qklab.study.{module}.SIZES", {"pico": small})
     monkeypatch.setattr(compare, "EXTEND", 0)
@@ -324,12 +328,12 @@ def test_compare_answers_is_continued_and_reports(
     code, out, err = called(capsys, *asked, "--seeds", "2")
     folder = Path("comparisons/tales.jsonl")
     assert code == 0, err
-    assert "12 runs of pico" in err
+    assert "8 runs of pico" in err
     assert f"On {text}, " in out
     assert "k=v takes" in out
     assert (folder / "report.html").read_text().startswith("<!doctype html>")
     summaries = {path: path.stat().st_mtime_ns for path in folder.glob("runs/*/*/*/summary.json")}
-    assert len(summaries) == 2 * 3 * 2
+    assert len(summaries) == 2 * 2 * 2
 
     for same in (("compare", str(text)), (*asked, "--seeds", "2")):
         code, again, err = called(capsys, *same)
@@ -349,11 +353,11 @@ def test_compare_answers_is_continued_and_reports(
     for _ in range(2):  # a target: the second time there is nothing left to do
         code, out, err = called(capsys, "compare", "--out", str(folder), "--continue", "--seeds", "3")
         assert code == 0, err
-        assert len(list(folder.glob("runs/*/*/*/summary.json"))) == 18  # of three seeds all tune
+        assert len(list(folder.glob("runs/*/*/*/summary.json"))) == 12  # of three seeds all tune
     assert json.loads((folder / "analyses.json").read_text())["command"].endswith("--continue --seeds {total}")
     assert [each["seeds"] for each in json.loads((folder / "analyses.json").read_text())["taken"]] == [2, 3]
     code, out, err = called(capsys, "compare", "--out", str(folder), "--continue", "--minutes", "0.0001")
-    assert (code, len(list(folder.glob("runs/*/*/*/summary.json")))) == (0, 24)
+    assert (code, len(list(folder.glob("runs/*/*/*/summary.json")))) == (0, 16)
     assert "judged 3 times" in out
     code, _, err = called(capsys, "compare", "--out", str(folder), "--continue", "--seeds", "2")
     assert (code, "have begun for 4 seeds" in err) == (2, True)
@@ -366,8 +370,7 @@ def test_compare_answers_is_continued_and_reports(
 def test_one_command_gives_the_same_numbers_on_a_slow_machine_and_with_other_cores(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shape = {"model": {"recipe": "nano", "layers": 1, "width": 16, "context": 32}, "corpus": {"vocab": 300}}
-    small = sizes.Size(sizes.SIZES["pico"].settings | shape, (3e-3, 6e-3), tokens_per_parameter=0.2)
+    small = sizes.Size(sizes.SIZES["pico"].settings | SMALL, (3e-3, 6e-3), tokens_per_parameter=0.2)
     for module in ("sizes", "compare", "request"):
         monkeypatch.setattr(f"qklab.study.{module}.SIZES", {"pico": small})
     monkeypatch.setattr(compare, "EXTEND", 0)
@@ -465,7 +468,9 @@ def test_text_as_it_comes_gets_an_answer(
 
 
 @pytest.mark.long
-def test_a_study_is_stopped_goes_on_and_reports(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_study_is_stopped_goes_on_and_reports(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     file, folder = tmp_path / "s.toml", tmp_path / "out"
     file.write_text(
         f'name = "s"\nbaseline = "standard"\ncorpora = ["{text}"]\nlrs = [1e-3]\nseeds = 1\n'
@@ -489,6 +494,8 @@ def test_a_study_is_stopped_goes_on_and_reports(text: Path, tmp_path: Path, caps
     assert "Traceback" not in err
     assert list(folder.glob("runs/*/*/*/checkpoints/step-*"))
 
+    assert "local" in register.executor
+    monkeypatch.setitem(register.executor.entries, "local", lambda *_: InProcess())
     code, out, err = called(capsys, "study", str(file), "--out", str(folder), "--device", "cpu")
     assert code == 0, err
     assert "anecdote" in out
